@@ -1,0 +1,380 @@
+"""Gradients and optimizer steps for the LoRA adapters of one base model.
+
+Several adapters share the frozen base weights; each has its own gradients and its own
+Adam moments. All methods run on the service's compute thread.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from .adapters import (
+    AdapterError,
+    AdapterWeights,
+    LoraSettings,
+    linear_weights,
+)
+from .batches import TrainingDatum
+from .loading import BaseModel
+from .losses import LOSSES, clipped_tokens, resolve_config
+
+MAX_BATCH_TOKENS = 16_384  # padded tokens of one forward pass
+MAX_LOGITS = 64_000_000  # and its logits: tokens times vocabulary
+MIN_FILL = 0.8  # the shortest sequence of a pass is at least this share of the longest
+MIN_BATCH_TOKENS = 2_048  # passes smaller than this are not split for the fill's sake
+
+
+class TrainingError(ValueError):
+    """The operation cannot be carried out as asked; nothing was changed."""
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """One step's optimizer settings; ``weight_decay`` is decoupled (AdamW)."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Log-probabilities of each datum's targets, and sums over the batch."""
+
+    logprobs: list[list[float]]
+    metrics: dict[str, float]
+
+
+@dataclass
+class _Adapter:
+    """One client's adapter: parameters, optimizer, and what was accumulated."""
+
+    name: str
+    settings: LoraSettings
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.AdamW
+    loss_tokens: int = 0
+    sequences: int = 0
+    passes: int = 0
+
+
+@dataclass
+class PolicyTrainer:
+    """The trainable copy of a base model with the adapters of its clients."""
+
+    base: BaseModel
+    base_weights: dict[str, Tensor] = field(init=False)
+    _peft: PeftModel | None = field(default=None, init=False)
+    _adapters: dict[str, _Adapter] = field(default_factory=dict, init=False)
+    _created: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        # Taken before PEFT renames the layers; the tensors stay the same objects.
+        self.base_weights = linear_weights(self.base.trainable)
+
+    def create(self, model_id: str, settings: LoraSettings) -> None:
+        """Attach a fresh adapter: A random by the settings' seed, B zero."""
+        self._created += 1
+        name = f"adapter{self._created}"
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            target_modules=settings.target_modules(self.base_weights),
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # PEFT warns that an adapter on a tied output layer must not be merged
+            # carelessly; the sampling copy of the model is untied for that reason.
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+            if settings.seed is None:
+                torch.seed()
+            else:
+                torch.manual_seed(settings.seed)
+            self._attach(name, config)
+        parameters = dict(self._named_parameters(name))
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        optimizer = torch.optim.AdamW(parameters.values(), weight_decay=0.0)
+        self._adapters[model_id] = _Adapter(name, settings, parameters, optimizer)
+
+    def unload(self, model_id: str) -> None:
+        """Forget an adapter, its gradients and its optimizer."""
+        adapter = self._adapters.pop(model_id)
+        if self._peft is not None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Adapter .* was active")
+                self._peft.delete_adapter(adapter.name)
+
+    def run(
+        self,
+        model_id: str,
+        data: Sequence[TrainingDatum],
+        loss_fn: str,
+        config: Mapping[str, float],
+        *,
+        backward: bool,
+    ) -> PassResult:
+        """Forward pass over ``data``; with ``backward``, gradients are added up.
+
+        A batch whose loss is not finite raises :class:`TrainingError` and leaves the
+        gradients that were accumulated before as they were.
+        """
+        adapter = self._adapters[model_id]
+        settings = resolve_config(loss_fn, config)
+        self._activate(adapter)
+        before = {name: p.grad for name, p in adapter.parameters.items()}
+        for parameter in adapter.parameters.values():
+            parameter.grad = None
+        try:
+            result = self._passes(data, loss_fn, settings, backward)
+        except BaseException:
+            for name, parameter in adapter.parameters.items():
+                parameter.grad = before[name]
+            raise
+        for name, parameter in adapter.parameters.items():
+            _add_gradient(parameter, before[name])
+        if backward:
+            adapter.passes += 1
+            adapter.sequences += len(data)
+            adapter.loss_tokens += int(result.metrics["num_loss_tokens:sum"])
+        return result
+
+    def optim_step(
+        self, model_id: str, adam: AdamSettings, normalization: str
+    ) -> dict[str, float]:
+        """One AdamW step with the accumulated gradients, which are then cleared."""
+        adapter = self._adapters[model_id]
+        if adapter.passes == 0:
+            raise TrainingError(
+                "optim_step has no gradient to apply: call forward_backward first"
+            )
+        parameters = list(adapter.parameters.values())
+        divisor = {
+            "none": 1,
+            "num_sequences": max(adapter.sequences, 1),
+            "num_loss_tokens": max(adapter.loss_tokens, 1),
+        }[normalization]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for gradient in gradients:
+            gradient.div_(divisor)
+        norm = float(torch.linalg.vector_norm(_norms(gradients)))
+        if not math.isfinite(norm):
+            _clear(adapter)
+            raise TrainingError(
+                f"the accumulated gradient has norm {norm} and was dropped: check the "
+                "advantages, weights and logprobs of the batches behind it"
+            )
+        clip = adam.grad_clip_norm
+        factor = min(1.0, clip / (norm + 1e-12)) if clip > 0 else 1.0
+        for gradient in gradients:
+            gradient.mul_(factor)
+        for group in adapter.optimizer.param_groups:
+            group.update(
+                lr=adam.learning_rate,
+                betas=(adam.beta1, adam.beta2),
+                eps=adam.eps,
+                weight_decay=adam.weight_decay,
+            )
+        adapter.optimizer.step()
+        _clear(adapter)
+        count = sum(gradient.numel() for gradient in gradients)
+        return {
+            "grad_norm:last": norm,
+            "grad_norm_rms:last": norm / count**0.5,
+            "grad_norm_post_clip:last": norm * factor,
+            "lr:last": adam.learning_rate,
+        }
+
+    def weights(self, model_id: str) -> AdapterWeights:
+        """A copy of the adapter as it is now."""
+        adapter = self._adapters[model_id]
+        return AdapterWeights(
+            adapter.settings,
+            {name: p.detach().clone() for name, p in adapter.parameters.items()},
+        )
+
+    def optimizer_state(self, model_id: str) -> dict[str, Tensor]:
+        """Adam's moments and step counts as ``<parameter>|<moment>`` tensors."""
+        adapter = self._adapters[model_id]
+        return {
+            f"{name}|{key}": torch.as_tensor(value).detach().clone()
+            for name, parameter in adapter.parameters.items()
+            for key, value in adapter.optimizer.state.get(parameter, {}).items()
+        }
+
+    def load(
+        self,
+        model_id: str,
+        weights: AdapterWeights,
+        optimizer_state: Mapping[str, Tensor] | None,
+    ) -> None:
+        """Replace weights and, where given, Adam's moments; gradients are cleared."""
+        adapter = self._adapters[model_id]
+        if {name: tuple(t.shape) for name, t in weights.tensors.items()} != {
+            name: tuple(p.shape) for name, p in adapter.parameters.items()
+        }:
+            raise AdapterError(
+                f"the checkpoint's adapter (rank {weights.settings.rank}) does not fit "
+                f"this model's (rank {adapter.settings.rank}); create the model with "
+                "the rank and train_* flags of the checkpoint"
+            )
+        with torch.no_grad():
+            for name, parameter in adapter.parameters.items():
+                parameter.copy_(weights.tensors[name])
+        _clear(adapter)
+        adapter.optimizer.state.clear()
+        for key, value in (optimizer_state or {}).items():
+            name, moment = key.rsplit("|", 1)
+            parameter = adapter.parameters[name]
+            adapter.optimizer.state[parameter][moment] = value.clone()
+
+    def _passes(
+        self,
+        data: Sequence[TrainingDatum],
+        loss_fn: str,
+        settings: Mapping[str, float],
+        backward: bool,
+    ) -> PassResult:
+        logprobs: list[list[float]] = [[] for _ in data]
+        loss_sum, clipped, loss_tokens = 0.0, 0, 0
+        for indices in plan_passes([len(d) for d in data], self.base.vocab_size):
+            batch = [data[index] for index in indices]
+            with torch.set_grad_enabled(backward):
+                lp = self._target_logprobs(batch)
+                inputs = _concatenate(batch, lp.device)
+                per_token = LOSSES[loss_fn].token_loss(lp, inputs, settings)
+                loss = per_token.sum()
+            if not torch.isfinite(loss):
+                raise TrainingError(
+                    f"the {loss_fn} loss of this batch is {float(loss.detach())}: "
+                    "check its advantages, weights and logprobs"
+                )
+            if backward:
+                loss.backward()  # type: ignore[no-untyped-call]
+            loss_sum += float(loss.detach())
+            weights = inputs.get("advantages", inputs.get("weights"))
+            loss_tokens += len(lp) if weights is None else int((weights != 0).sum())
+            if LOSSES[loss_fn].uses_clip:
+                clipped += clipped_tokens(lp, inputs, settings)
+            values = lp.detach().tolist()
+            start = 0
+            for index in indices:
+                logprobs[index] = values[start : start + len(data[index])]
+                start += len(data[index])
+        metrics = {
+            "loss:sum": loss_sum,
+            "total_tokens:sum": float(sum(len(datum) for datum in data)),
+            "num_loss_tokens:sum": float(loss_tokens),
+        }
+        if LOSSES[loss_fn].uses_clip:
+            metrics["clipped_tokens:sum"] = float(clipped)
+        return PassResult(logprobs, metrics)
+
+    def _target_logprobs(self, batch: Sequence[TrainingDatum]) -> Tensor:
+        """Log-probability of every target of ``batch``, datum after datum, [tokens].
+
+        Rows are padded on the right: attention is causal, so no real token sees the
+        padding and no mask is needed.
+        """
+        longest = max(len(datum) for datum in batch)
+        tokens = torch.zeros(len(batch), longest, dtype=torch.long)
+        targets = torch.zeros(len(batch), longest, dtype=torch.long)
+        real = torch.zeros(len(batch), longest, dtype=torch.bool)
+        for row, datum in enumerate(batch):
+            tokens[row, : len(datum)] = torch.tensor(datum.tokens)
+            targets[row, : len(datum)] = datum.inputs["target_tokens"]
+            real[row, : len(datum)] = True
+        model = self._peft or self.base.trainable
+        device = self.base.trainable.device
+        logits = model(input_ids=tokens.to(device), use_cache=False).logits
+        flat = real.to(device)
+        return -nn.functional.cross_entropy(
+            logits[flat].float(), targets.to(device)[flat], reduction="none"
+        )
+
+    def _attach(self, name: str, config: LoraConfig) -> None:
+        if self._peft is not None:
+            self._peft.add_adapter(name, config)
+        else:
+            peft = get_peft_model(self.base.trainable, config, adapter_name=name)
+            if not isinstance(peft, PeftModel):
+                raise AdapterError("peft returned a model of another kind")
+            self._peft = peft
+        self._peft.eval()
+
+    def _activate(self, adapter: _Adapter) -> None:
+        if self._peft is None:
+            raise TrainingError("this base model has no adapter yet")
+        self._peft.set_adapter(adapter.name)
+
+    def _named_parameters(self, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """The adapter's parameters under the names PEFT gives them on disk."""
+        assert self._peft is not None
+        for name, parameter in self._peft.named_parameters():
+            if f".{adapter}." in name:
+                yield name.replace(f".{adapter}.", "."), parameter
+
+
+def plan_passes(lengths: Sequence[int], vocab_size: int) -> Iterator[list[int]]:
+    """Split a batch into forward passes of similar lengths, longest first.
+
+    Yields lists of indices into ``lengths``. The plan depends on the lengths alone,
+    so the same data always give the same sums, bit for bit.
+    """
+    limit = max(min(MAX_BATCH_TOKENS, MAX_LOGITS // vocab_size), 1)
+    group: list[int] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        padded = longest * (len(group) + 1)
+        thin = lengths[index] < MIN_FILL * longest and padded > MIN_BATCH_TOKENS
+        if group and (padded > limit or thin):
+            yield group
+            group = []
+        if not group:
+            longest = lengths[index]
+        group.append(index)
+    if group:
+        yield group
+
+
+def _concatenate(
+    batch: Sequence[TrainingDatum], device: torch.device
+) -> dict[str, Tensor]:
+    names = batch[0].inputs.keys()
+    return {
+        name: torch.cat([datum.inputs[name] for datum in batch]).to(device)
+        for name in names
+    }
+
+
+def _clear(adapter: _Adapter) -> None:
+    """Forget what was accumulated for the next step."""
+    adapter.optimizer.zero_grad(set_to_none=True)
+    adapter.passes = adapter.sequences = adapter.loss_tokens = 0
+
+
+def _add_gradient(parameter: nn.Parameter, earlier: Tensor | None) -> None:
+    if earlier is not None:
+        parameter.grad = (
+            earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        )
+
+
+def _norms(gradients: Sequence[Tensor]) -> Tensor:
+    if not gradients:
+        raise TrainingError("optim_step found no gradient: nothing was trained")
+    norms: list[Any] = list(torch._foreach_norm(list(gradients)))
+    return torch.stack(norms)
