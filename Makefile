@@ -20,6 +20,7 @@ test: setup
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -q --nbval-lax notebooks
 
 run: setup
 	$(BIN)/python scripts/run_course.py $(ARGS)

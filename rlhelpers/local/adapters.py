@@ -45,12 +45,13 @@ class LoraSettings:
     def from_wire(cls, raw: Mapping[str, Any]) -> LoraSettings:
         """Settings from a request's ``lora_config``; surplus keys are refused."""
         known = {"rank", "alpha", "seed", "train_attn", "train_mlp", "train_unembed"}
-        if raw.get("init_method") == "kaiming":  # what PEFT does anyway
-            known.add("init_method")
-        surplus = sorted(k for k in raw if k not in known and raw[k] is not None)
+        # "kaiming" is what PEFT does anyway.
+        extra = {"init_method"} if raw.get("init_method") == "kaiming" else set()
+        surplus = sorted(
+            k for k in raw if k not in known | extra and raw[k] is not None
+        )
         if surplus:
             raise AdapterError(f"lora_config keys {surplus} are not supported")
-        known.discard("init_method")
         rank = raw.get("rank")
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= 256:
             raise AdapterError(

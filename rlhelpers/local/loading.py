@@ -102,7 +102,8 @@ def _load_weights(source: Path, device: str) -> PreTrainedModel:
         )
     model.requires_grad_(False)
     nn.Module.to(model, device)
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def _untie(model: PreTrainedModel) -> None:

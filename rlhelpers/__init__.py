@@ -1,0 +1,80 @@
+"""GRPO-style RL fine-tuning with HUD tasks and the Fireworks training SDK.
+
+The course's notebooks import their helpers from here. See the README for the map of
+modules; every concept lives in the file that bears its name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def _keep_hud_telemetry_local() -> None:
+    """Switch HUD's telemetry off, and keep its trace files inside the clone.
+
+    With a HUD key in reach, HUD reports every local rollout to its makers; without
+    telemetry it writes one trace file per rollout into the home directory. Neither
+    is what a learner expects of a local course. Whoever sets
+    ``HUD_TELEMETRY_ENABLED`` or ``HUD_TELEMETRY_LOCAL_DIR`` beforehand keeps their
+    choice. HUD reads both once, at its first import, hence before any other import
+    here; if it was imported earlier, its settings object is corrected.
+    """
+    spans = Path(__file__).resolve().parents[1] / "runs" / "hud-spans"
+    loaded = sys.modules.get("hud.settings")
+    if "HUD_TELEMETRY_ENABLED" not in os.environ:
+        os.environ["HUD_TELEMETRY_ENABLED"] = "false"
+        if loaded is not None:
+            loaded.settings.telemetry_enabled = False
+    if "HUD_TELEMETRY_LOCAL_DIR" not in os.environ:
+        os.environ["HUD_TELEMETRY_LOCAL_DIR"] = str(spans)
+        if loaded is not None and loaded.settings.telemetry_local_dir is None:
+            loaded.settings.telemetry_local_dir = str(spans)
+
+
+_keep_hud_telemetry_local()
+
+from rlhelpers.advantages import (  # noqa: E402
+    group_relative_advantages,
+    within_group_reward_std,
+)
+from rlhelpers.analysis import classify_outcome  # noqa: E402
+from rlhelpers.arithmetic import grade_final_integer  # noqa: E402
+from rlhelpers.datums import RolloutFailed, make_datum, make_training_batch  # noqa: E402
+from rlhelpers.sampling import PolicyAgent  # noqa: E402
+from rlhelpers.service import connect  # noqa: E402
+from rlhelpers.tasks import (  # noqa: E402
+    TaskPool,
+    load_tasks,
+    make_taskset,
+    split_taskset,
+)
+from rlhelpers.training import (  # noqa: E402
+    TrainConfig,
+    calibrate,
+    evaluate,
+    train,
+    train_step,
+)
+
+__all__ = [
+    "PolicyAgent",
+    "RolloutFailed",
+    "TaskPool",
+    "TrainConfig",
+    "calibrate",
+    "classify_outcome",
+    "connect",
+    "evaluate",
+    "grade_final_integer",
+    "group_relative_advantages",
+    "load_tasks",
+    "make_datum",
+    "make_taskset",
+    "make_training_batch",
+    "split_taskset",
+    "train",
+    "train_step",
+    "within_group_reward_std",
+]

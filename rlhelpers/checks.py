@@ -1,0 +1,164 @@
+"""Claims that a notebook proves, exercise checkers, and labelled answers.
+
+A checker never raises for a wrong answer: it says what is wrong and what to think of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhelpers.advantages import group_relative_advantages
+from rlhelpers.analysis import OUTCOMES, classify_outcome, expected_flat_share
+
+_LABELLED = Path(__file__).resolve().parents[1] / "data" / "labelled_answers.jsonl"
+
+
+class LessonFailed(AssertionError):
+    """A claim that this notebook teaches did not hold in this run."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Checks a notebook's claims against what was just measured.
+
+    With the preset's own defaults a claim that fails stops the notebook. With other
+    parameters, or another backend, nobody has promised it, so it is only reported.
+
+    >>> Lesson(strict=False).check(2 > 1, "two is more than one")
+    ✓ two is more than one
+    """
+
+    strict: bool = True
+
+    def check(self, holds: bool, claim: str) -> None:
+        """Print the claim; raise :class:`LessonFailed` if strict and it fails."""
+        if holds:
+            print(f"✓ {claim}")
+        elif self.strict:
+            raise LessonFailed(f"not seen in this run: {claim}")
+        else:
+            print(f"✗ not seen with these parameters: {claim}")
+
+
+@dataclass(frozen=True)
+class LabelledAnswer:
+    """A reply whose outcome a person has decided.
+
+    Attributes:
+        answer: The reply, or None.
+        expected: The right integer.
+        outcome: One of :data:`rlhelpers.analysis.OUTCOMES`.
+        why: What this row guards against.
+    """
+
+    answer: str | None
+    expected: int
+    outcome: str
+    why: str
+
+
+def labelled_answers(path: str | Path | None = None) -> list[LabelledAnswer]:
+    """Good and bad answers with their right outcomes: the unit test of a reward.
+
+    Args:
+        path: A JSONL file; default: the course's own in ``data/``.
+
+    Raises:
+        ValueError: A row is damaged or has an unknown outcome; names the line.
+    """
+    source = Path(path) if path is not None else _LABELLED
+    rows = []
+    lines = source.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = LabelledAnswer(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{source.name}, line {number}: {error}") from error
+        if row.outcome not in OUTCOMES:
+            raise ValueError(
+                f"{source.name}, line {number}: outcome {row.outcome!r}; use one of "
+                f"{', '.join(OUTCOMES)}"
+            )
+        rows.append(row)
+    return rows
+
+
+def check_three_outcomes(answers: Mapping[str, object], expected: int) -> bool:
+    """Notebook 01: one answer for each outcome of one task.
+
+    Args:
+        answers: Outcome name → the learner's answer; ``...`` where not done yet.
+        expected: The task's right integer.
+
+    Returns:
+        Whether every answer has the outcome that it stands under.
+    """
+    passed = True
+    for outcome in OUTCOMES:
+        answer = answers.get(outcome, ...)
+        if answer is ...:
+            print(f"… {outcome}: replace the ... with an answer")
+            passed = False
+            continue
+        found = classify_outcome(answer, expected)
+        if found == outcome:
+            print(f"✓ {outcome}: {answer!r}")
+        else:
+            last = str(answer).strip().splitlines()[-1:] or [""]
+            print(
+                f"✗ {outcome}: {answer!r} is graded {found}; the grader looks at the "
+                f"last line, {last[0]!r}, and at nothing else"
+            )
+            passed = False
+    return passed
+
+
+def check_advantages(rewards: Sequence[float], answer: object) -> bool:
+    """Notebook 04: the advantages of a group, worked out by hand to two decimals."""
+    if answer is ...:
+        print("… replace the ... with a list of numbers, one per rollout")
+        return False
+    right = group_relative_advantages(rewards)
+    if not isinstance(answer, list | tuple) or len(answer) != len(right):
+        print(f"✗ expected a list of {len(right)} numbers, one per rollout")
+        return False
+    values = [float(value) for value in answer]
+    if all(abs(v - r) <= 0.011 for v, r in zip(values, right, strict=True)):
+        print("✓ right: reward minus the group's mean, over its sample spread (n - 1)")
+        return True
+    n = len(rewards)
+    population = [r * (n / (n - 1)) ** 0.5 for r in right]
+    centred = [float(r) - sum(rewards) / n for r in rewards]
+    if all(abs(v - p) <= 0.011 for v, p in zip(values, population, strict=True)):
+        print("✗ close: that divides by the population spread (n); here it is n - 1")
+    elif all(abs(v - c) <= 0.011 for v, c in zip(values, centred, strict=True)):
+        print("✗ close: that is reward minus mean; now divide by the sample spread")
+    elif abs(sum(values)) > 0.05:
+        print(f"✗ advantages of a group add up to 0, yours to {sum(values):.2f}")
+    else:
+        print("✗ not yet: subtract the group's mean, then divide by its sample spread")
+    return False
+
+
+def check_flat_share(p: float, group_size: int, answer: object) -> bool:
+    """Notebook 04: the expected share of flat groups, to two decimals."""
+    if answer is ...:
+        print("… replace the ... with a number between 0 and 1")
+        return False
+    if not isinstance(answer, int | float) or not 0 <= answer <= 1:
+        print(f"✗ a share is a number between 0 and 1, got {answer!r}")
+        return False
+    right = expected_flat_share(p, group_size)
+    if abs(answer - right) <= 0.006:
+        print(f"✓ right: p^G + (1 - p)^G = {right:.3f}")
+        return True
+    if abs(answer - p**group_size) <= 0.006:
+        print("✗ that counts groups that are all right; groups all wrong are flat too")
+    elif abs(answer - (1 - right)) <= 0.006:
+        print("✗ that is the share of groups that do teach something: take the rest")
+    else:
+        print("✗ not yet: how likely are G right answers in a row, or G wrong ones?")
+    return False

@@ -1,0 +1,211 @@
+"""From graded rollouts to the training batch that ``forward_backward`` receives.
+
+A datum is one rollout as the training service sees it: the tokens read, the tokens
+to predict, and for each of these the log-probability it was sampled with and the
+advantage to weight it by. Everything is checked here, before any request: a
+misaligned batch trains without an error and teaches nonsense.
+
+No I/O, no service; only the SDK's own data types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fireworks.training.sdk import Datum, ModelInput
+
+from rlhelpers.advantages import (
+    GradedRun,
+    Scale,
+    group_relative_advantages,
+    group_runs,
+    run_reward,
+    task_name,
+)
+
+#: The wire carries float32; a larger value would arrive as infinity.
+_FLOAT32_MAX = 3.4028234663852886e38
+
+
+class RolloutFailed(RuntimeError):
+    """A rollout did not finish: its reward says nothing about the policy."""
+
+
+def check_run(run: Any) -> Any:
+    """Return the run's one token sample, or say why the run must not be used.
+
+    HUD keeps a reward on a failed run too (0.0, or even 1.0 when grading succeeded
+    after the agent broke), so the reward alone cannot tell a failure from a wrong
+    answer. A run counts only with status ``completed``, no grading error, and
+    exactly one recorded sample.
+
+    Args:
+        run: A HUD ``Run``.
+
+    Returns:
+        The ``Sample`` of its assistant step: ``prompt_token_ids``,
+        ``output_token_ids`` and ``output_logprobs``.
+
+    Raises:
+        RolloutFailed: Names the task and the cause.
+    """
+    trace = run.trace
+    if trace.status != "completed":
+        cause = getattr(trace, "error", None) or "no error was recorded"
+        raise _failed(run, f"ended with status {trace.status!r}: {cause}")
+    if getattr(run.grade, "is_error", False):
+        cause = getattr(run.grade, "content", None) or "no message"
+        raise _failed(run, f"could not be graded: {cause}")
+    steps = (getattr(step, "sample", None) for step in trace.steps)
+    samples = [sample for sample in steps if sample is not None]
+    if not samples:
+        raise _failed(
+            run,
+            "has no recorded tokens: use an agent that stores a Sample on its "
+            "assistant step, such as PolicyAgent",
+        )
+    if len(samples) > 1:
+        raise _failed(
+            run,
+            f"has {len(samples)} assistant samples: this batch builder handles "
+            "single-turn tasks; several turns need one datum per turn, with user "
+            "and tool tokens masked",
+        )
+    return samples[0]
+
+
+def make_datum(
+    prompt_token_ids: Sequence[int],
+    output_token_ids: Sequence[int],
+    output_logprobs: Sequence[float],
+    advantage: float,
+) -> Datum:
+    """Build one datum from the token ids that were really sampled.
+
+    With P prompt and N output tokens, all four rows have T = P + N − 1 entries.
+    Position *i* of the input predicts target *i*, so the input is everything but
+    the last token and the targets are everything but the first. The P − 1 positions
+    that predict prompt tokens carry log-probability 0 and advantage 0, which is
+    what masks them. A sampled end token is part of the output and is trained;
+    nothing is added to an output that was cut off.
+
+    Args:
+        prompt_token_ids: Length P ≥ 1, as rendered for sampling.
+        output_token_ids: Length N ≥ 1, as sampled; never text encoded again, which
+            may give other ids.
+        output_logprobs: Length N, natural logarithms under the sampling policy.
+        advantage: The rollout's advantage, the same for each of its tokens.
+
+    Raises:
+        ValueError: Lengths differ, a part is empty, a token id is not a
+            non-negative integer, or a number is missing or not finite.
+
+    >>> datum = make_datum([1, 2], [3, 4], [-0.2, -0.1], 1.0)
+    >>> datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist()
+    ([1, 2, 3], [2, 3, 4])
+    >>> datum.loss_fn_inputs["advantages"].tolist()
+    [0.0, 1.0, 1.0]
+    """
+    prompt = _token_ids(prompt_token_ids, "prompt_token_ids")
+    output = _token_ids(output_token_ids, "output_token_ids")
+    if len(output_logprobs) != len(output):
+        raise ValueError(
+            f"{len(output)} output tokens but {len(output_logprobs)} log-probabilities:"
+            " each sampled token needs the one it was sampled with"
+        )
+    logprobs = [
+        _finite(value, f"output_logprobs[{i}]")
+        for i, value in enumerate(output_logprobs)
+    ]
+    weight = _finite(advantage, "advantage")
+    masked = [0.0] * (len(prompt) - 1)
+    return Datum(
+        model_input=ModelInput.from_ints(prompt + output[:-1]),
+        loss_fn_inputs={
+            "target_tokens": prompt[1:] + output,
+            "logprobs": masked + logprobs,
+            "advantages": masked + [weight] * len(output),
+        },
+    )
+
+
+def make_training_batch(
+    runs: Iterable[GradedRun], *, scale: Scale = "std"
+) -> tuple[list[Datum], int]:
+    """Group runs by prompt, drop flat groups, and build one datum per kept rollout.
+
+    Args:
+        runs: Graded HUD runs, grouped by ``group_id`` (never by position).
+        scale: See :func:`~rlhelpers.advantages.group_relative_advantages`.
+
+    Returns:
+        ``(datums, kept_groups)``: the datums, in order of each group's first
+        appearance and of the runs within it, and the NUMBER of groups with a reward
+        spread. Two empty results mean that nothing can be learnt from this batch:
+        make no update.
+
+    Raises:
+        RolloutFailed: A run failed or holds no single token sample.
+        ValueError: A reward or a token sample is missing, misaligned or not finite.
+    """
+    batch = list(runs)
+    # Every run is checked before any is used: a failure anywhere stops the step.
+    samples = {id(run): check_run(run) for run in batch}
+    datums: list[Datum] = []
+    kept_groups = 0
+    for group in group_runs(batch).values():
+        rewards = [run_reward(run) for run in group]
+        advantages = group_relative_advantages(rewards, scale=scale)
+        if not any(advantages):
+            continue
+        kept_groups += 1
+        datums += [
+            _run_datum(run, samples[id(run)], advantage)
+            for run, advantage in zip(group, advantages, strict=True)
+        ]
+    return datums, kept_groups
+
+
+def _run_datum(run: GradedRun, sample: Any, advantage: float) -> Datum:
+    try:
+        return make_datum(
+            sample.prompt_token_ids,
+            sample.output_token_ids,
+            sample.output_logprobs,
+            advantage,
+        )
+    except ValueError as error:
+        raise ValueError(f"rollout of task {task_name(run)!r}: {error}") from error
+
+
+def _failed(run: object, cause: str) -> RolloutFailed:
+    return RolloutFailed(
+        f"rollout of task {task_name(run)!r} {cause}. A failed rollout is not a wrong "
+        "answer: nothing was trained on; fix the cause and run the step again"
+    )
+
+
+def _token_ids(values: Sequence[int], name: str) -> list[int]:
+    ids: list[int] = []
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
+            raise ValueError(f"{name}[{i}] is {value!r}, not a token id (0 or more)")
+        ids.append(int(value))
+    if not ids:
+        raise ValueError(f"{name} is empty: a datum needs at least one token there")
+    return ids
+
+
+def _finite(value: Any, name: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= _FLOAT32_MAX:  # also true for NaN
+        raise ValueError(
+            f"{name} is {value!r}, not a finite float32 number: do not train on this "
+            "rollout; sample it again"
+        )
+    return number

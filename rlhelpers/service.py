@@ -1,0 +1,709 @@
+"""The connection to a training service, local or Fireworks.
+
+``connect()`` is the one switch of the course. Both backends are reached through the
+same Fireworks SDK; only the address differs. The local backend starts our training
+service on loopback inside this process and needs no key and no network.
+
+Example:
+    >>> with connect() as session:  # doctest: +SKIP
+    ...     sampler = session.new_sampler("policy-0000")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+from urllib.parse import urlsplit
+
+from dotenv import dotenv_values, find_dotenv
+from fireworks.training.sdk import (
+    FiretitanServiceClient,
+    FiretitanTrainingClient,
+    FixedConcurrencyController,
+)
+from hud.eval.runtime import LocalRuntime, Shared
+from transformers import AutoTokenizer
+
+from rlhelpers.arithmetic import PROMPT_TEMPLATE, env
+from rlhelpers.checkpoints import (
+    CheckpointError,
+    check_label,
+    checkpoint_name,
+    require_sampler_checkpoint,
+    require_training_checkpoint,
+)
+from rlhelpers.models import (
+    REPOSITORY,
+    Backend,
+    ModelPreset,
+    check_backend,
+    resolve_preset,
+)
+from rlhelpers.sampling import PolicySampler, end_token_ids
+from rlhelpers.usage import TokenUsage
+
+if TYPE_CHECKING:
+    from hud.eval.runtime import Provider
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhelpers.local import LocalService
+
+FIREWORKS_URL = "https://api.fireworks.ai/training/v1/serverless"
+KEY_VARIABLE = "FIREWORKS_API_KEY"
+
+# Said by the SDK on paths that are right for us, so a reader need not see them.
+_HARMLESS = ("base_model is ignored for serverless base-only sampling",)
+
+
+class MissingKey(RuntimeError):
+    """The Fireworks backend was asked for, and no API key was found."""
+
+
+@dataclass(frozen=True)
+class Banner:
+    """What is about to run, where, and what it may cost at most.
+
+    Attributes:
+        backend, model, base_model, licence: From the preset.
+        rollouts: Rollouts planned.
+        token_ceiling: Most tokens the session may use, or None without a limit.
+        prices: Dollars per million (prefill, sampled, trained) tokens, or None.
+    """
+
+    backend: Backend
+    model: str
+    base_model: str
+    licence: str
+    rollouts: int
+    token_ceiling: int | None
+    prices: tuple[float, float, float] | None
+
+    @property
+    def cost(self) -> str:
+        """The cost bound in words."""
+        if self.backend == "local":
+            return "none (nothing leaves this machine)"
+        if self.prices is None:
+            return "unknown; pass prices=(prefill, sampled, trained) to connect()"
+        if self.token_ceiling is None:
+            return "unbounded; pass token_limit to connect()"
+        # Every token at the dearest price: an upper bound whatever the mix.
+        bound = self.token_ceiling * max(self.prices) / 1e6
+        return f"at most ${bound:,.2f} at the prices given"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and value pairs, in reading order."""
+        ceiling = self.token_ceiling
+        return [
+            ("Backend", self.backend),
+            ("Model", f"{self.model} ({self.base_model})"),
+            ("Licence", self.licence),
+            ("Rollouts planned", f"{self.rollouts:,}"),
+            ("Token ceiling", "no limit" if ceiling is None else f"{ceiling:,}"),
+            ("Cost", self.cost),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{label:<17}{value}" for label, value in self.rows())
+
+    def _repr_markdown_(self) -> str:
+        rows = "\n".join(f"| {label} | {value} |" for label, value in self.rows())
+        return f"| | |\n|---|---|\n{rows}"
+
+
+class TrainingSession:
+    """An open connection: one base model, its adapter, samplers and counters.
+
+    Made by :func:`connect`; use it as a context manager or call :meth:`close`. It
+    also closes at interpreter exit and when another session is opened.
+
+    Attributes:
+        preset: The model's preset.
+        tokenizer: The tokenizer that fits the base model.
+        usage: Token counters with the session's limit.
+        seed: Seed of the adapter's initial weights.
+        runs_dir: Folder that holds this and other runs.
+        banner: What runs where, and its bound on cost.
+    """
+
+    def __init__(
+        self,
+        *,
+        preset: ModelPreset,
+        tokenizer: PreTrainedTokenizerBase,
+        open_service: Callable[[], FiretitanServiceClient],
+        local_service: LocalService | None,
+        usage: TokenUsage,
+        banner: Banner,
+        runs_dir: Path,
+        seed: int,
+        task_runtime: Provider,
+        keep_session: bool,
+    ) -> None:
+        self.preset = preset
+        self.tokenizer = tokenizer
+        self.usage = usage
+        self.banner = banner
+        self.runs_dir = runs_dir
+        self.seed = seed
+        self.closed = False
+        #: Optimizer steps taken by the current adapter in this session.
+        self.updates = 0
+        self._open_service = open_service
+        self._local_service = local_service
+        self._task_runtime = task_runtime
+        self._keep_session = keep_session
+        self._service: FiretitanServiceClient | None = open_service()
+        self._training_client: FiretitanTrainingClient | None = None
+        self._samplers: list[PolicySampler] = []
+        self._runtimes: dict[asyncio.AbstractEventLoop, Shared] = {}
+        self._names: set[str] = set()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<TrainingSession {self.preset.backend}:{self.preset.name} ({state})>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- the SDK's objects --------------------------------------------------------
+
+    @property
+    def service_client(self) -> FiretitanServiceClient:
+        """The SDK's service client.
+
+        Raises:
+            RuntimeError: The session is closed.
+        """
+        if self._service is None:
+            raise RuntimeError("this session is closed; call connect() again")
+        return self._service
+
+    @property
+    def training_client(self) -> FiretitanTrainingClient:
+        """The SDK's LoRA training client, created on first use.
+
+        Sampling the base model needs none, and on Fireworks each one takes a slot of
+        the account's run quota.
+        """
+        if self._training_client is None:
+            self._training_client = self.service_client.create_lora_training_client(
+                base_model=self.preset.base_model,
+                rank=self.preset.lora_rank,
+                seed=self.seed,
+            )
+        return self._training_client
+
+    def _renew_service(self) -> None:
+        """Replace the SDK session, because one session refuses a second like run."""
+        self._close_samplers()
+        self._close_service(delete=True)
+        self._training_client = None
+        self.updates = 0
+        self._names.clear()
+        self._service = self._open_service()
+
+    def new_policy(self) -> None:
+        """Forget the adapter and start from fresh weights (same seed)."""
+        if self._training_client is not None:
+            self._renew_service()
+
+    # -- samplers -----------------------------------------------------------------
+
+    def _sampler(self, snapshot: str, **target: str) -> PolicySampler:
+        client = self.service_client.create_sampling_client(
+            tokenizer=self.tokenizer,
+            # One controller per sampler: each sampler has an event loop of its own.
+            concurrency_controller=FixedConcurrencyController(
+                self.preset.max_concurrent
+            ),
+            **target,
+        )
+        sampler = PolicySampler(
+            client=client,
+            snapshot=snapshot,
+            tokenizer=self.tokenizer,
+            preset=self.preset,
+            examples=_example_turns(self.preset),
+            usage=self.usage,
+        )
+        self._samplers.append(sampler)
+        return sampler
+
+    def new_sampler(self, name: str, *, keep_earlier: bool = False) -> PolicySampler:
+        """Save the current adapter as a sampler checkpoint and open it.
+
+        Args:
+            name: The checkpoint's name, such as ``checkpoint_name("policy", step=3)``.
+            keep_earlier: Leave earlier samplers of this session open.
+
+        Raises:
+            CheckpointError: The name is not allowed; nothing was sent.
+        """
+        check_label(name, limit=54)
+        if not keep_earlier:
+            self._close_samplers()
+        saved = self.training_client.save_weights_for_sampler(self._unused(name))
+        return self.open_sampler(saved.result().path)
+
+    def open_sampler(self, path: str) -> PolicySampler:
+        """Open a sampler checkpoint that this session saved.
+
+        Raises:
+            CheckpointError: The path cannot exist or is a training checkpoint.
+        """
+        reference = require_sampler_checkpoint(path)
+        return self._sampler(reference.path, model_path=reference.path)
+
+    def base_sampler(self) -> PolicySampler:
+        """A sampler of the base model, without any adapter."""
+        return self._sampler(self.preset.base_model, base_model=self.preset.base_model)
+
+    def current_sampler(self) -> PolicySampler:
+        """A sampler of the policy as it is now: the base model before any update."""
+        if self._training_client is None:
+            return self.base_sampler()
+        return self.new_sampler(checkpoint_name("policy", step=self.updates))
+
+    def _close_samplers(self) -> None:
+        for sampler in self._samplers:
+            with contextlib.suppress(Exception):
+                sampler.close()
+        self._samplers.clear()
+
+    def _unused(self, name: str) -> str:
+        """``name``, or with a number if this session used it before."""
+        chosen, number = name, 2
+        while chosen in self._names:
+            chosen, number = f"{name}-{number}", number + 1
+        self._names.add(chosen)
+        return chosen
+
+    # -- training checkpoints -----------------------------------------------------
+
+    def save_state(self, name: str) -> str:
+        """Save weights and optimizer as a training checkpoint.
+
+        Args:
+            name: Its name, such as ``checkpoint_name("state", step=5)``.
+
+        Returns:
+            The path to resume from.
+
+        Raises:
+            CheckpointError: The name is not allowed; nothing was sent.
+        """
+        check_label(name)
+        saved = self.training_client.save_state(self._unused(name)).result()
+        return cast("str", saved.path)
+
+    def resume(self, path: str, *, with_optimizer: bool = True) -> None:
+        """Continue from a training checkpoint, as a new run.
+
+        Args:
+            path: What :meth:`save_state` returned.
+            with_optimizer: Also restore Adam's moments. Without them the weights are
+                the same and the following updates differ.
+
+        Raises:
+            CheckpointError: A sampler checkpoint, a path that cannot exist or is not
+                there, or a checkpoint of another base model. In each case the
+                session's current adapter is left as it was.
+        """
+        reference = require_training_checkpoint(path)
+        if reference.run_id is None:
+            raise CheckpointError(
+                f"{reference.path!r} names no run; give the whole path that "
+                "save_state returned: <account>/run-<32 hex digits>/<name>"
+            )
+        self._check_base_model(reference.path)
+        if self._training_client is not None:
+            self._renew_service()
+        service = self.service_client
+        create = (
+            service.create_training_client_from_state_with_optimizer
+            if with_optimizer
+            else service.create_training_client_from_state
+        )
+        self._training_client = create(reference.path)
+
+    def _check_base_model(self, path: str) -> None:
+        rest = self.service_client.create_rest_client()
+        try:
+            info = rest.get_weights_info_by_tinker_path(path).result()
+        except Exception as error:
+            raise CheckpointError(
+                f"the service has no training checkpoint {path!r} ({error}); sampler "
+                "checkpoints end with their session, and local training checkpoints "
+                "live in the runs folder that saved them"
+            ) from error
+        if info.base_model != self.preset.base_model:
+            raise CheckpointError(
+                f"{path!r} was trained from base model {info.base_model!r}, and this "
+                f"session runs {self.preset.base_model!r}; another base model is a "
+                "new run, so connect with the checkpoint's model or start afresh"
+            )
+
+    # -- HUD ----------------------------------------------------------------------
+
+    async def runtime(self) -> Shared:
+        """Where HUD runs the tasks: the environment served once in this process.
+
+        One placement per event loop, kept open for the session, because booting one
+        for every rollout costs more than the rollout's own bookkeeping.
+        """
+        loop = asyncio.get_running_loop()
+        for known in [known for known in self._runtimes if known.is_closed()]:
+            del self._runtimes[known]
+        if loop not in self._runtimes:
+            shared = Shared(self._task_runtime, width=self.preset.max_concurrent)
+            self._runtimes[loop] = await shared.__aenter__()
+        return self._runtimes[loop]
+
+    def new_run_dir(self, label: str) -> Path:
+        """Create ``runs/<run id>``; the folder's name is the run's id."""
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        folder = self.runs_dir / f"{label}-{stamp}-{uuid.uuid4().hex[:4]}"
+        folder.mkdir(parents=True)
+        return folder
+
+    # -- closing ------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close samplers, the SDK session and the local service. Safe to repeat."""
+        if self.closed:
+            return
+        self.closed = True
+        self._close_samplers()
+        self._release_runtimes()
+        # Our own local service ends with us. Elsewhere an open session would hold a
+        # slot of the account's run quota until it expires.
+        own = self._local_service is not None
+        self._close_service(delete=not (own or self._keep_session))
+        self._service = None
+        if self._local_service is not None:
+            self._local_service.close()
+
+    def _close_service(self, *, delete: bool) -> None:
+        service = self._service
+        if service is None:
+            return
+        if delete:
+            try:
+                service.delete_training_session()
+            except Exception as error:
+                warnings.warn(f"training session not released: {error}", stacklevel=3)
+        try:
+            service.close()
+        except Exception as error:
+            warnings.warn(f"service client not closed cleanly: {error}", stacklevel=3)
+
+    def _release_runtimes(self) -> None:
+        for loop, shared in self._runtimes.items():
+            if loop.is_closed():
+                continue
+            leave = shared.__aexit__(None, None, None)
+            try:
+                loop.call_soon_threadsafe(_start, leave)
+            except RuntimeError:  # the loop closed meanwhile, and took the server along
+                leave.close()
+        self._runtimes.clear()
+
+
+_TASKS: set[asyncio.Task[None]] = set()
+
+
+def _start(coroutine: Any) -> None:
+    """Run a coroutine on the current loop and keep it referenced until it ends."""
+    task = asyncio.get_running_loop().create_task(coroutine)
+    _TASKS.add(task)
+    task.add_done_callback(_TASKS.discard)
+
+
+def _example_turns(preset: ModelPreset) -> tuple[tuple[str, str], ...]:
+    """The preset's worked examples as (user, assistant) texts."""
+    return tuple(
+        (PROMPT_TEMPLATE.format(a=example.a, b=example.b), example.reply)
+        for example in preset.worked_examples
+    )
+
+
+class _DropHarmless(logging.Filter):
+    """Drops log records that describe what we do on purpose."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not any(text in message for text in _HARMLESS)
+
+
+_FILTER = _DropHarmless()
+
+
+def _quiet_sdk() -> None:
+    logging.getLogger("fireworks.training.sdk.client").addFilter(_FILTER)
+    # A failed rollout is raised as RolloutFailed with its cause; HUD would also log
+    # it once per rollout.
+    logging.getLogger("hud.eval.run").setLevel(logging.ERROR)
+
+
+_SPAN_DIRS = {str(REPOSITORY / "runs" / "hud-spans")}
+
+
+def keep_spans_in(run_dir: Path) -> None:
+    """Write HUD's trace spans into a run's folder.
+
+    A folder that the user chose (``HUD_TELEMETRY_LOCAL_DIR``) is left alone.
+    """
+    from hud.settings import settings
+
+    if settings.telemetry_local_dir in _SPAN_DIRS:
+        settings.telemetry_local_dir = str(run_dir.resolve() / "spans")
+        _SPAN_DIRS.add(settings.telemetry_local_dir)
+
+
+@contextlib.contextmanager
+def _sdk_telemetry(*, on: bool) -> Iterator[None]:
+    """Switch the SDK's telemetry off while a client is made, unless ``on``.
+
+    A local service has no use for it, and closing a client soon after opening it can
+    wait ten seconds for the first batch.
+    """
+    before = os.environ.get("TINKER_TELEMETRY")
+    if not on:
+        os.environ["TINKER_TELEMETRY"] = "0"
+    try:
+        yield
+    finally:
+        if not on:
+            os.environ.pop("TINKER_TELEMETRY")
+            if before is not None:
+                os.environ["TINKER_TELEMETRY"] = before
+
+
+def _keep_loopback_direct() -> None:
+    """Keep loopback out of any HTTP proxy, where the SDK would hang."""
+    for variable in ("NO_PROXY", "no_proxy"):
+        hosts = [host for host in os.environ.get(variable, "").split(",") if host]
+        missing = [host for host in ("127.0.0.1", "localhost") if host not in hosts]
+        os.environ[variable] = ",".join(hosts + missing)
+
+
+def _load_tokenizer(preset: ModelPreset) -> PreTrainedTokenizerBase:
+    source = preset.tokenizer
+    if isinstance(source, Path) and not (source / "config.json").is_file():
+        raise FileNotFoundError(
+            f"model {preset.name!r} has no files in {source.name!r} under "
+            f"{source.parent.name!r}; build it with: python -m rlhelpers.local.pretrain"
+        )
+    tokenizer = cast(
+        "PreTrainedTokenizerBase",
+        AutoTokenizer.from_pretrained(
+            str(source), local_files_only=preset.backend == "local"
+        ),
+    )
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"tokenizer {str(source)!r} has no chat template, so it does not fit the "
+            f"chat model {preset.base_model!r}; set the preset's tokenizer to the "
+            "instruct model's own"
+        )
+    end_token_ids(tokenizer)
+    return tokenizer
+
+
+def _find_key(api_key: str | None) -> str:
+    """The Fireworks key from the argument, the environment or a ``.env`` file."""
+    key = api_key or os.environ.get(KEY_VARIABLE)
+    if not key:
+        key = dotenv_values(find_dotenv(usecwd=True)).get(KEY_VARIABLE)
+    if not key:
+        raise MissingKey(
+            f"BACKEND='fireworks' needs an API key and {KEY_VARIABLE} is not set; set "
+            "it in the environment or a .env file, or use BACKEND='local', which "
+            "needs no key. Nothing was sent."
+        )
+    return key
+
+
+def _start_local(preset: ModelPreset, state_dir: Path) -> tuple[LocalService, str, str]:
+    from rlhelpers.local import LocalService
+
+    state_dir.mkdir(parents=True, exist_ok=True)
+    service = LocalService(
+        state_dir=state_dir, models={preset.base_model: preset.tokenizer}
+    )
+    service.start()
+    return service, service.base_url, service.api_key
+
+
+_current: TrainingSession | None = None
+
+
+def _close_current() -> None:
+    global _current
+    session, _current = _current, None
+    if session is not None:
+        session.close()
+
+
+atexit.register(_close_current)
+
+
+def connect(
+    backend: str = "local",
+    model: str | ModelPreset | None = None,
+    *,
+    runs_dir: str | Path = "runs",
+    api_key: str | None = None,
+    base_url: str | None = None,
+    token_limit: int | None = None,
+    planned_rollouts: int | None = None,
+    prices: tuple[float, float, float] | None = None,
+    resume_from: str | None = None,
+    seed: int = 0,
+    task_runtime: Provider | None = None,
+    keep_session: bool = False,
+    quiet: bool = False,
+) -> TrainingSession:
+    """Open a training session, local by default.
+
+    A session that this process opened earlier is closed first. The banner is printed
+    before anything is sent.
+
+    Args:
+        backend: ``"local"`` (in this process, on loopback) or ``"fireworks"``.
+        model: A preset's name, a preset of your own, or None for the default.
+        runs_dir: Where runs are written; the local service keeps its checkpoints in
+            ``runs_dir/service``.
+        api_key: Fireworks key; else ``FIREWORKS_API_KEY`` from the environment or a
+            ``.env`` file. Ignored by the local service that this call starts.
+        base_url: Another address. With ``backend="local"``, that of a service started
+            by ``python -m rlhelpers.local``, whose key is then ``api_key``.
+        token_limit: Most tokens (prefill, sampled and trained together) that the
+            session may use; None takes the preset's, which is no limit locally.
+        planned_rollouts: For the banner; None means the preset's full run.
+        prices: Dollars per million (prefill, sampled, trained) tokens.
+        resume_from: A training checkpoint to continue from.
+        seed: Seed of the adapter's initial weights.
+        task_runtime: Where HUD runs tasks of your own, such as ``load_tasks(…)``'s
+            ``runtime``; default: the course's multiplication environment.
+        keep_session: On Fireworks, leave the session open at close, so that its
+            sampler checkpoints can still be promoted.
+        quiet: Do not print the banner.
+
+    Returns:
+        The open session.
+
+    Raises:
+        ValueError: Unknown backend or model, or a limit that is not positive.
+        MissingKey: No key for Fireworks; nothing was sent.
+        CheckpointError: ``resume_from`` cannot be resumed from.
+
+    Example:
+        >>> session = connect(token_limit=2_000_000)  # doctest: +SKIP
+    """
+    global _current
+    preset = _choose_preset(model, check_backend(backend))
+    if resume_from is not None:
+        require_training_checkpoint(resume_from)
+    usage = TokenUsage(preset.token_limit if token_limit is None else token_limit)
+    own_service = preset.backend == "local" and base_url is None
+    key = None if own_service else _remote_key(preset, api_key, base_url)
+    banner = Banner(
+        backend=preset.backend,
+        model=preset.name,
+        base_model=preset.base_model,
+        licence=preset.licence,
+        rollouts=planned_rollouts or preset.steps * preset.rollouts_per_step,
+        token_ceiling=usage.limit,
+        prices=prices or preset.prices,
+    )
+    if _current is not None and not _current.closed:
+        if not quiet:
+            print("Closing the session opened earlier in this process.")
+        _close_current()
+    if not quiet:
+        print(banner)
+    tokenizer = _load_tokenizer(preset)
+    _quiet_sdk()
+    folder = Path(runs_dir)
+    url = base_url or FIREWORKS_URL
+    if preset.backend == "local":
+        _keep_loopback_direct()
+    service: LocalService | None = None
+    if own_service:
+        service, url, key = _start_local(preset, folder / "service")
+
+    def open_service() -> FiretitanServiceClient:
+        # The address is always explicit: a half-set environment would otherwise send
+        # training traffic to the public host.
+        with _sdk_telemetry(on=preset.backend != "local"):
+            return FiretitanServiceClient(api_key=key, base_url=url)
+
+    try:
+        session = TrainingSession(
+            preset=preset,
+            tokenizer=tokenizer,
+            open_service=open_service,
+            local_service=service,
+            usage=usage,
+            banner=banner,
+            runs_dir=folder,
+            seed=seed,
+            task_runtime=task_runtime or LocalRuntime(env),
+            keep_session=keep_session,
+        )
+    except BaseException:
+        if service is not None:
+            service.close()
+        raise
+    _current = session
+    if resume_from is not None:
+        try:
+            session.resume(resume_from)
+        except BaseException:
+            _close_current()
+            raise
+    return session
+
+
+def _choose_preset(model: str | ModelPreset | None, backend: Backend) -> ModelPreset:
+    if not isinstance(model, ModelPreset):
+        return resolve_preset(model, backend)
+    if model.backend != backend:
+        raise ValueError(
+            f"preset {model.name!r} runs under BACKEND={model.backend!r}, but BACKEND "
+            f"is {backend!r}; change one of them"
+        )
+    return model
+
+
+def _remote_key(preset: ModelPreset, api_key: str | None, base_url: str | None) -> str:
+    """The key for a service that this process does not start."""
+    if preset.backend == "fireworks":
+        return _find_key(api_key)
+    host = urlsplit(base_url or "").hostname
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        raise ValueError(
+            f"BACKEND='local' talks to loopback only, got base_url={base_url!r}; use "
+            "BACKEND='fireworks' for another host"
+        )
+    if not api_key:
+        raise MissingKey(
+            f"the service at {base_url!r} needs the api_key that it printed when it "
+            "started; pass it as api_key"
+        )
+    return api_key

@@ -1,0 +1,1056 @@
+"""Calibration, the training step, the loop around it, and evaluation.
+
+The variant of GRPO, in one line: advantages standardised within a group (n - 1), the
+loss summed over tokens, no KL term, one on-policy update per batch.
+
+One step, as code: save a snapshot of the adapter, open a sampler on it, roll out
+groups, grade, build datums, ``forward_backward``, ``optim_step``. The update and the
+row that records it are finished together even when the step is interrupted, so that
+the weights and the metrics never disagree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import math
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
+
+import numpy as np
+from fireworks.training.sdk import AdamParams
+from tqdm import tqdm
+
+from rlhelpers.advantages import (
+    Scale,
+    group_relative_advantages,
+    group_runs,
+    within_group_reward_std,
+)
+from rlhelpers.analysis import (
+    OUTCOMES,
+    CalibrationVerdict,
+    OutcomeSummary,
+    calibration_verdict,
+    summarize_outcomes,
+)
+from rlhelpers.checkpoints import CheckpointError, checkpoint_name
+from rlhelpers.datums import RolloutFailed, check_run, make_training_batch
+from rlhelpers.metrics import (
+    ResumeState,
+    RolloutRecord,
+    StepMetrics,
+    append_metrics,
+    append_rollouts,
+    next_attempt,
+    read_metrics,
+    read_resume_state,
+    write_resume_state,
+)
+from rlhelpers.sampling import (
+    PolicySampler,
+    RolloutPlan,
+    SamplingSettings,
+    collect_rollouts,
+    to_record,
+)
+from rlhelpers.service import TrainingSession, keep_spans_in
+from rlhelpers.tasks import TaskPool
+
+if TYPE_CHECKING:
+    from fireworks.training.sdk import Datum, ForwardBackwardOutput
+    from hud.eval import Taskset
+    from hud.eval.run import Run
+    from hud.eval.task import Task
+
+    from rlhelpers.models import ModelPreset
+
+LossName = Literal["importance_sampling", "ppo", "cispo"]
+LOSSES: tuple[str, ...] = get_args(LossName)
+
+T = TypeVar("T")
+
+
+class NoUpdate(RuntimeError):
+    """A step that had to change the weights had nothing to learn from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The settings of a training run.
+
+    Attributes:
+        max_tokens: Most tokens of one reply.
+        steps: Optimizer steps.
+        tasks_per_step: Groups in a step.
+        group_size: Rollouts per group, at least 2.
+        loss_fn: The service's loss, a sum over tokens.
+        loss_fn_config: Its options, such as ``{"clip_low_threshold": 0.8}``.
+        learning_rate, beta1, beta2, eps, grad_clip_norm: Adam's. A clip of 0 is off.
+        advantage_scale: ``"std"`` divides by the group's spread, ``"none"`` does not.
+        temperature, top_p, top_k: How training rollouts are sampled. Anything but 1,
+            1 and -1 biases the importance ratios, and warns.
+        seed: Seed of the run; every rollout derives its own.
+        checkpoint_every: Steps between training checkpoints.
+        watch_every: Steps between looks at the watch prompts.
+        require_update: Whether a step without signal is an error.
+
+    Raises:
+        ValueError: A value cannot work; the message names it and the remedy.
+
+    Example:
+        >>> TrainConfig(max_tokens=160, group_size=4).rollouts_per_step
+        32
+    """
+
+    max_tokens: int
+    steps: int = 30
+    tasks_per_step: int = 8
+    group_size: int = 8
+    loss_fn: str = "importance_sampling"
+    loss_fn_config: dict[str, float] | None = None
+    learning_rate: float = 4e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    grad_clip_norm: float = 0.0
+    advantage_scale: Scale = "std"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int = 0
+    checkpoint_every: int = 5
+    watch_every: int = 5
+    require_update: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size must be at least 2, got {self.group_size}: an advantage "
+                "compares rollouts of one prompt, so one alone teaches nothing"
+            )
+        for name in ("steps", "tasks_per_step", "checkpoint_every", "watch_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
+        if self.loss_fn not in LOSSES:
+            raise ValueError(
+                f"unknown loss_fn {self.loss_fn!r}; use one of: {', '.join(LOSSES)}"
+            )
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(
+                f"learning_rate must be a positive number, got {self.learning_rate}; "
+                "LoRA on the default model learns at about 4e-4"
+            )
+        if self.temperature <= 0:
+            raise ValueError(
+                f"training temperature must be above 0, got {self.temperature}: greedy "
+                "rollouts of one prompt are all alike; use 1"
+            )
+        self.sampling.warn_if_biased()
+
+    @classmethod
+    def from_preset(cls, preset: ModelPreset, **overrides: Any) -> Self:
+        """The preset's settings with some replaced; None means the preset's value.
+
+        Example:
+            >>> from rlhelpers.models import resolve_preset
+            >>> TrainConfig.from_preset(resolve_preset(None), steps=None).steps
+            30
+        """
+        values: dict[str, Any] = {
+            "max_tokens": preset.max_tokens,
+            "steps": preset.steps,
+            "tasks_per_step": preset.tasks_per_step,
+            "group_size": preset.group_size,
+            "learning_rate": preset.learning_rate,
+        }
+        values |= {
+            name: value for name, value in overrides.items() if value is not None
+        }
+        return cls(**values)
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Tasks times group size."""
+        return self.tasks_per_step * self.group_size
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """How training rollouts are sampled."""
+        return SamplingSettings(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+        )
+
+    @property
+    def adam(self) -> AdamParams:
+        """The optimizer's parameters as the SDK takes them."""
+        return AdamParams(
+            learning_rate=self.learning_rate,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            grad_clip_norm=self.grad_clip_norm,
+        )
+
+
+# -- rollouts, whatever they are for ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a phase writes, and how its rows are labelled."""
+
+    run_dir: Path
+    attempt: int = 1
+
+    @property
+    def run_id(self) -> str:
+        return self.run_dir.name
+
+    @property
+    def metrics(self) -> Path:
+        return self.run_dir / "metrics.jsonl"
+
+    @property
+    def resume(self) -> Path:
+        return self.run_dir / "resume.json"
+
+
+def _place(session: TrainingSession, run_dir: str | Path | None, label: str) -> Path:
+    folder = session.new_run_dir(label) if run_dir is None else Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _is_valid(run: Run) -> bool:
+    try:
+        check_run(run)
+    except RolloutFailed:
+        return False
+    return True
+
+
+def _records(
+    runs: Sequence[Run], tasks: Sequence[Task], place: _Place, scale: Scale | None
+) -> list[RolloutRecord]:
+    """Rows of the valid runs, with advantages where ``scale`` names a formula."""
+    valid = [run for run in runs if _is_valid(run)]
+    advantages: dict[int, float] = {}
+    # With a failed run no group is complete, and nothing is trained on.
+    if scale is not None and len(valid) == len(runs):
+        for group in group_runs(valid).values():
+            rewards = [run.grade.reward for run in group]
+            values = group_relative_advantages(rewards, scale=scale)
+            if any(values):
+                advantages |= dict(zip(map(id, group), values, strict=True))
+    return [
+        to_record(
+            run,
+            tasks[int(str(run.trace.extra["task_index"]))],
+            run_id=place.run_id,
+            attempt=place.attempt,
+            advantage=advantages.get(id(run)),
+        )
+        for run in valid
+    ]
+
+
+async def _roll_out(
+    session: TrainingSession,
+    sampler: PolicySampler,
+    tasks: Sequence[Task],
+    *,
+    plan: RolloutPlan,
+    place: _Place,
+    scale: Scale | None = None,
+    file: str = "rollouts.jsonl",
+) -> tuple[list[Run], list[RolloutRecord]]:
+    """Collect rollouts, writing what was collected before judging it."""
+    keep_spans_in(place.run_dir)
+    written: list[RolloutRecord] = []
+
+    def save(runs: list[Run]) -> None:
+        written.extend(_records(runs, tasks, place, scale))
+        append_rollouts(place.run_dir / file, written)
+
+    runs = await collect_rollouts(
+        sampler, tasks, plan=plan, runtime=await session.runtime(), save=save
+    )
+    return runs, written
+
+
+def _verdict(records: Sequence[RolloutRecord]) -> CalibrationVerdict | None:
+    """The calibration verdict, or None for tasks without outcome classes."""
+    if any(record.outcome is None for record in records):
+        return None
+    return calibration_verdict(records)
+
+
+def _need_tasks(tasks: Taskset | Sequence[Task], what: str) -> tuple[Task, ...]:
+    chosen = tuple(tasks)
+    if not chosen:
+        raise ValueError(f"{what} got no tasks; make a taskset with at least one")
+    return chosen
+
+
+# -- calibration ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """What a calibration found.
+
+    Attributes:
+        verdict: Whether there is anything to learn from, and why not; None for tasks
+            without outcome classes.
+        reward_mean: Mean reward of all rollouts.
+        within_group_std: Mean over groups of the sample standard deviation.
+        token_limit_share: Share of rollouts that the token limit cut off.
+        records: Every rollout, task by task.
+        run_dir: Where they are written.
+    """
+
+    verdict: CalibrationVerdict | None
+    reward_mean: float
+    within_group_std: float
+    token_limit_share: float
+    records: tuple[RolloutRecord, ...]
+    run_dir: Path
+
+    @property
+    def outcomes(self) -> OutcomeSummary:
+        """Outcome counts, token-limit hits and mean output tokens."""
+        return summarize_outcomes(self.records)
+
+    def samples(self, count: int = 4) -> list[RolloutRecord]:
+        """Some rollouts to read beside their rewards, both kinds where both exist."""
+        good = [record for record in self.records if record.reward > 0]
+        bad = [record for record in self.records if record.reward <= 0]
+        chosen = bad[: max(count // 2, count - len(good))]
+        return [*chosen, *good[: count - len(chosen)]]
+
+
+async def calibrate(
+    session: TrainingSession,
+    tasks: Taskset | Sequence[Task],
+    *,
+    group_size: int = 4,
+    settings: SamplingSettings | None = None,
+    sampler: PolicySampler | None = None,
+    seed: int = 0,
+    run_dir: str | Path | None = None,
+) -> CalibrationResult:
+    """Sample tasks before training, to see whether there is anything to learn from.
+
+    Args:
+        session: An open session.
+        tasks: The tasks; each makes one group.
+        group_size: Rollouts per task.
+        settings: How to sample; default: as in training, with the preset's limit.
+        sampler: What to sample; default: the policy as it is now.
+        seed: Seed of the rollouts.
+        run_dir: Where rollouts are written; default: a new folder under ``runs``.
+
+    Raises:
+        RolloutFailed: A rollout failed; the others are on disk.
+        ValueError: No tasks, or a group of less than 1.
+
+    Example:
+        >>> result = await calibrate(session, tasks)  # doctest: +SKIP
+        >>> print(result.verdict.headline)  # doctest: +SKIP
+    """
+    chosen = _need_tasks(tasks, "calibrate")
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size}")
+    place = _Place(_place(session, run_dir, "calibrate"))
+    plan = RolloutPlan(
+        phase="calibrate",
+        step=0,
+        seed=seed,
+        group_size=group_size,
+        settings=settings or SamplingSettings(session.preset.max_tokens),
+        job_id=uuid.uuid4().hex,
+    )
+    if sampler is None:
+        sampler = await asyncio.to_thread(session.current_sampler)
+    runs, records = await _roll_out(session, sampler, chosen, plan=plan, place=place)
+    return CalibrationResult(
+        verdict=_verdict(records),
+        reward_mean=sum(record.reward for record in records) / len(records),
+        within_group_std=within_group_reward_std(runs),
+        token_limit_share=sum(record.token_limit for record in records) / len(records),
+        records=tuple(records),
+        run_dir=place.run_dir,
+    )
+
+
+# -- evaluation -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """One greedy rollout of every held-out task.
+
+    Attributes:
+        phase: The name it was recorded under, such as "before" or "after".
+        snapshot: What was evaluated.
+        records: One rollout per task, in task order.
+        run_dir: Where they are written.
+    """
+
+    phase: str
+    snapshot: str
+    records: tuple[RolloutRecord, ...]
+    run_dir: Path
+
+    @property
+    def outcomes(self) -> OutcomeSummary:
+        """Outcome counts, token-limit hits and mean output tokens."""
+        return summarize_outcomes(self.records)
+
+    @property
+    def reward_mean(self) -> float:
+        """Mean reward; with rewards of 0 and 1 this is the accuracy."""
+        return sum(record.reward for record in self.records) / len(self.records)
+
+
+async def evaluate(
+    session: TrainingSession,
+    tasks: Taskset | Sequence[Task],
+    *,
+    phase: str = "evaluate",
+    sampler: PolicySampler | None = None,
+    snapshot: str | None = None,
+    settings: SamplingSettings | None = None,
+    step: int = 0,
+    seed: int = 0,
+    run_dir: str | Path | None = None,
+) -> EvaluationResult:
+    """Roll out every task once, greedily unless told otherwise.
+
+    Args:
+        session: An open session.
+        tasks: Held-out tasks.
+        phase: Name in the records, such as "before" or "after".
+        sampler, snapshot: What to evaluate: an open sampler, or the path of a sampler
+            checkpoint of this session; default: the policy as it is now.
+        settings: How to sample; default: greedy, with the preset's token limit.
+        step: Updates behind the evaluated weights, for the records.
+        seed: Seed of the rollouts; without effect on greedy ones.
+        run_dir: Where rollouts are written; default: a new folder under ``runs``.
+
+    Raises:
+        CheckpointError: ``snapshot`` is not a sampler checkpoint.
+        RolloutFailed: A rollout failed; the others are on disk.
+        ValueError: No tasks, or both ``sampler`` and ``snapshot``.
+    """
+    chosen = _need_tasks(tasks, "evaluate")
+    if sampler is not None and snapshot is not None:
+        raise ValueError("give evaluate either a sampler or a snapshot, not both")
+    if snapshot is not None:
+        sampler = await asyncio.to_thread(session.open_sampler, snapshot)
+    elif sampler is None:
+        sampler = await asyncio.to_thread(session.current_sampler)
+    place = _Place(_place(session, run_dir, phase))
+    plan = RolloutPlan(
+        phase=phase,
+        step=step,
+        seed=seed,
+        group_size=1,
+        settings=settings or SamplingSettings.greedy(session.preset.max_tokens),
+        job_id=uuid.uuid4().hex,
+    )
+    _, records = await _roll_out(session, sampler, chosen, plan=plan, place=place)
+    return EvaluationResult(phase, sampler.snapshot, tuple(records), place.run_dir)
+
+
+# -- one step ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One finished training step.
+
+    Attributes:
+        metrics: The row that was written.
+        runs: The step's HUD runs, task by task.
+        records: The same as rows of ``rollouts.jsonl``.
+        datums: What was trained on; empty without signal.
+        max_ratio_error: Largest ``|ratio - 1|`` over trained tokens, from the
+            log-probabilities of forward_backward. On-policy it is near 0. None
+            without an update.
+        logprobs: For each datum, forward_backward's log-probabilities, aligned with
+            its targets.
+        service_metrics: What the service reported about the update.
+    """
+
+    metrics: StepMetrics
+    runs: tuple[Run, ...]
+    records: tuple[RolloutRecord, ...]
+    datums: tuple[Datum, ...]
+    max_ratio_error: float | None = None
+    logprobs: tuple[np.ndarray, ...] = ()
+    service_metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def updated(self) -> bool:
+        """Whether the weights changed."""
+        return self.metrics.updated
+
+    @property
+    def reason(self) -> str | None:
+        """Why the weights did not change, or None."""
+        return None if self.updated else self.metrics.note
+
+
+async def _to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await something that must not be left half done.
+
+    When the caller is cancelled, as an interrupted notebook cell is, the work still
+    finishes before the cancellation goes on.
+    """
+    task = asyncio.ensure_future(coroutine)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # seen; the cancellation is what the caller hears of
+        raise
+
+
+@dataclass
+class _Clock:
+    """Wall time of a step's parts, in seconds."""
+
+    started: float = field(default_factory=time.perf_counter)
+    rollouts: float = 0.0
+    sampling: float = 0.0
+    training: float = 0.0
+
+    def split(self) -> dict[str, Any]:
+        """The four parts and their sum.
+
+        Sampling is the time with at least one completion in flight; HUD's is the rest
+        of the rollout phase (what overlaps sampling costs nothing and counts there).
+        """
+        total = time.perf_counter() - self.started
+        return {
+            "seconds": total,
+            "sampling_seconds": self.sampling,
+            "training_seconds": self.training,
+            "hud_seconds": self.rollouts - self.sampling,
+            "other_seconds": total - self.rollouts - self.training,
+        }
+
+
+async def _update(
+    session: TrainingSession, datums: list[Datum], config: TrainConfig
+) -> ForwardBackwardOutput:
+    """One forward_backward and one optim_step, sent back to back."""
+    client = session.training_client
+    tokens = sum(datum.model_input.length for datum in datums)
+    with session.usage.reserve(tokens) as spend:
+        backward = await client.forward_backward_async(
+            datums, config.loss_fn, config.loss_fn_config
+        )
+        # Sent without waiting: the service runs a model's operations in order.
+        optimizer = await client.optim_step_async(config.adam)
+        output = await backward.result_async()
+        spend(trained=tokens)
+        await optimizer.result_async()
+    session.updates += 1
+    return output
+
+
+def _ratio_error(
+    datums: Sequence[Datum], logprobs: Sequence[np.ndarray]
+) -> float | None:
+    """Largest |exp(trainer's - sampler's log-probability) - 1| over trained tokens."""
+    worst = 0.0
+    for datum, current in zip(datums, logprobs, strict=True):
+        sampled = datum.loss_fn_inputs["logprobs"].to_numpy()
+        trained = datum.loss_fn_inputs["advantages"].to_numpy() != 0
+        if trained.any():
+            gap = np.abs(np.expm1(current[trained] - sampled[trained]))
+            worst = max(worst, float(gap.max()))
+    return worst if datums else None
+
+
+def _no_signal_note(records: Sequence[RolloutRecord], note: str | None) -> str:
+    """Why no group has a spread, with the remedy that calibration would name."""
+    verdict = _verdict(records)
+    advice = (
+        "Change the tasks, or use larger groups."
+        if verdict is None
+        else f"{verdict.headline} {verdict.advice}"
+    )
+    return (
+        "no update: every group is flat (all its rollouts earned the same reward). "
+        + advice
+        + (f" Also: {note}" if note else "")
+    )
+
+
+async def train_step(
+    session: TrainingSession,
+    tasks: Taskset | Sequence[Task],
+    *,
+    step: int = 1,
+    config: TrainConfig | None = None,
+    run_dir: str | Path | None = None,
+    note: str | None = None,
+) -> StepResult:
+    """One GRPO step: sample groups from a fresh snapshot, grade, and update once.
+
+    Without any reward spread nothing is sent to the trainer and the weights stay.
+
+    Args:
+        session: An open session.
+        tasks: The step's tasks; each makes one group.
+        step: The step's number, from 1; part of every rollout's seed.
+        config: Settings; default: the preset's.
+        run_dir: Where rows are written; default: a new folder under ``runs``.
+        note: Remark for the metrics row.
+
+    Returns:
+        Metrics, runs, datums and the on-policy check.
+
+    Raises:
+        NoUpdate: No signal, under ``config.require_update``.
+        RolloutFailed: A rollout failed; nothing was trained on.
+        TokenLimitReached: The session's token limit would be passed.
+    """
+    config = config or TrainConfig.from_preset(session.preset)
+    folder = _place(session, run_dir, "step")
+    attempt = next_attempt(folder / "metrics.jsonl", step)
+    return await _step(
+        session,
+        _need_tasks(tasks, "train_step"),
+        step=step,
+        config=config,
+        place=_Place(folder, attempt),
+        job_id=uuid.uuid4().hex,
+        note=note,
+    )
+
+
+async def _step(
+    session: TrainingSession,
+    tasks: tuple[Task, ...],
+    *,
+    step: int,
+    config: TrainConfig,
+    place: _Place,
+    job_id: str,
+    note: str | None,
+    watch: Sequence[Task] = (),
+    committed: Callable[[], None] = lambda: None,
+) -> StepResult:
+    clock, used = _Clock(), session.usage.counts
+    # The name counts the updates behind the weights, as training checkpoints do.
+    name = checkpoint_name("policy", step=step - 1)
+    sampler = await asyncio.to_thread(session.new_sampler, name)
+    clock.training = time.perf_counter() - clock.started
+    if watch:
+        await _watch(session, sampler, watch, step - 1, place, config)
+    plan = RolloutPlan(
+        phase="train",
+        step=step,
+        seed=config.seed,
+        group_size=config.group_size,
+        settings=config.sampling,
+        job_id=job_id,
+    )
+    before, idle = time.perf_counter(), sampler.clock.seconds
+    runs, records = await _roll_out(
+        session, sampler, tasks, plan=plan, place=place, scale=config.advantage_scale
+    )
+    clock.rollouts = time.perf_counter() - before
+    clock.sampling = sampler.clock.seconds - idle
+    datums, kept_groups = make_training_batch(runs, scale=config.advantage_scale)
+
+    async def commit() -> StepResult:
+        """Update and record; both or neither."""
+        output = None
+        if datums:
+            begun = time.perf_counter()
+            output = await _update(session, datums, config)
+            clock.training += time.perf_counter() - begun
+        result = _step_result(
+            output,
+            runs=runs,
+            records=records,
+            datums=datums,
+            clock=clock,
+            row={
+                **_batch_numbers(runs, records, datums, kept_groups),
+                "run_id": place.run_id,
+                "step": step,
+                "attempt": place.attempt,
+                "snapshot": sampler.snapshot,
+                "note": note if datums else _no_signal_note(records, note),
+                "prefill_tokens": (session.usage.counts - used).prefill,
+                "sampled_tokens": (session.usage.counts - used).sampled,
+                **_settings(config),
+            },
+        )
+        append_metrics(place.metrics, result.metrics)
+        committed()
+        return result
+
+    result = await _to_the_end(commit())
+    if not result.updated and config.require_update:
+        raise NoUpdate(f"step {step}: {result.reason}")
+    return result
+
+
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that every metrics row carries."""
+    names = ("temperature", "top_p", "top_k", "max_tokens", "loss_fn", "learning_rate")
+    return {name: getattr(config, name) for name in names}
+
+
+def _batch_numbers(
+    runs: Sequence[Run],
+    records: Sequence[RolloutRecord],
+    datums: Sequence[Datum],
+    kept_groups: int,
+) -> dict[str, Any]:
+    """What the rollouts of a step say, before any update."""
+    outcomes = [record.outcome for record in records]
+    logprobs = [lp for run in runs for lp in check_run(run).output_logprobs]
+    return {
+        "reward_mean": sum(record.reward for record in records) / len(records),
+        "within_group_std": within_group_reward_std(runs),
+        "rollouts": len(runs),
+        "valid_rollouts": len(records),
+        "kept_groups": kept_groups,
+        "datums": len(datums),
+        "updated": bool(datums),
+        "mean_output_tokens": sum(r.output_tokens for r in records) / len(records),
+        "token_limit_share": sum(r.token_limit for r in records) / len(records),
+        **{name: outcomes.count(name) for name in OUTCOMES},
+        "entropy": 0.0 - sum(logprobs) / len(logprobs),
+        "trained_tokens": sum(
+            r.output_tokens for r in records if r.advantage is not None
+        )
+        if datums
+        else 0,
+    }
+
+
+def _step_result(
+    output: ForwardBackwardOutput | None,
+    *,
+    runs: Sequence[Run],
+    records: Sequence[RolloutRecord],
+    datums: Sequence[Datum],
+    clock: _Clock,
+    row: dict[str, Any],
+) -> StepResult:
+    logprobs: tuple[np.ndarray, ...] = ()
+    loss = None
+    if output is not None:
+        logprobs = tuple(o["logprobs"].to_numpy() for o in output.loss_fn_outputs)
+        loss = output.metrics.get("loss:sum")
+    tokens = row["trained_tokens"]
+    metrics = StepMetrics(
+        **row,
+        **clock.split(),
+        loss=loss,
+        loss_per_token=loss / tokens if loss is not None and tokens else None,
+    )
+    return StepResult(
+        metrics=metrics,
+        runs=tuple(runs),
+        records=tuple(records),
+        datums=tuple(datums),
+        max_ratio_error=_ratio_error(datums, logprobs),
+        logprobs=logprobs,
+        service_metrics=dict(output.metrics) if output is not None else {},
+    )
+
+
+async def _watch(
+    session: TrainingSession,
+    sampler: PolicySampler,
+    tasks: Sequence[Task],
+    step: int,
+    place: _Place,
+    config: TrainConfig,
+) -> None:
+    """Record greedy replies to fixed prompts, to read how the policy changes."""
+    plan = RolloutPlan(
+        phase="watch",
+        step=step,
+        seed=config.seed,
+        group_size=1,
+        settings=SamplingSettings.greedy(config.max_tokens),
+        job_id=uuid.uuid4().hex,
+    )
+    await _roll_out(session, sampler, tasks, plan=plan, place=place, file="watch.jsonl")
+
+
+# -- the loop ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished run.
+
+    Attributes:
+        run_dir: Where everything was written.
+        metrics: One row per step of the whole run, resumed parts included.
+        sampler: An open sampler on the final weights.
+        state: The final training checkpoint, to resume from.
+        seconds: Wall time of this call.
+    """
+
+    run_dir: Path
+    metrics: tuple[StepMetrics, ...]
+    sampler: PolicySampler
+    state: str
+    seconds: float
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, which is its folder's name."""
+        return self.run_dir.name
+
+    @property
+    def final_snapshot(self) -> str:
+        """Path of the final sampler checkpoint."""
+        return self.sampler.snapshot
+
+
+@dataclass
+class _Loop:
+    """Where a run stands."""
+
+    session: TrainingSession
+    config: TrainConfig
+    place: _Place
+    done: int = 0
+    saved: int | None = None
+    state: str = ""
+
+    def mark_done(self) -> None:
+        self.done += 1
+
+    async def save(self, name: str | None = None) -> None:
+        """Save a training checkpoint, then point resume.json at it."""
+        label = name or checkpoint_name("state", step=self.done)
+        self.state = await asyncio.to_thread(self.session.save_state, label)
+        preset = self.session.preset
+        write_resume_state(
+            self.place.resume,
+            ResumeState(
+                run_id=self.place.run_id,
+                next_step=self.done + 1,
+                seed=self.config.seed,
+                pool_position=self.done,
+                checkpoint=self.state,
+                base_model=preset.base_model,
+                model=preset.name,
+                attempt=self.place.attempt,
+                config=dataclasses.asdict(self.config),
+            ),
+        )
+        self.saved = self.done
+
+
+async def train(
+    session: TrainingSession,
+    pool: TaskPool | Taskset | Sequence[Task],
+    *,
+    config: TrainConfig | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    watch: Taskset | Sequence[Task] = (),
+    on_step: Callable[[StepResult], Awaitable[None] | None] | None = None,
+    progress: bool = True,
+) -> TrainResult:
+    """Run ``config.steps`` training steps, with metrics and checkpoints.
+
+    Interrupting is safe: the step in progress is either finished and recorded, or
+    leaves no trace in the weights, and a training checkpoint is saved. The same call
+    with ``resume=True`` then goes on with the next step.
+
+    Args:
+        session: An open session.
+        pool: Training tasks: a ``TaskPool``, or tasks to make one of. For one fixed
+            set of tasks at every step give a ``TaskPool(…, fixed=True)``.
+        config: Settings; default: the preset's.
+        run_dir: The run's folder; default: a new one under ``runs``. Needed to resume.
+        resume: Continue the run in ``run_dir``. Without a checkpoint there, start.
+        watch: Tasks answered greedily every ``config.watch_every`` steps, into
+            ``watch.jsonl``.
+        on_step: Called with each step's result; may be a coroutine function. What it
+            raises stops the run, which can be resumed.
+        progress: Show a text progress bar.
+
+    Raises:
+        ValueError: ``run_dir`` holds a run and ``resume`` is False, or settings that
+            a resume must keep have changed.
+        CheckpointError: The run's checkpoint is of another base model, or gone.
+        NoUpdate, RolloutFailed, TokenLimitReached: As :func:`train_step`.
+
+    Example:
+        >>> result = await train(session, tasks, run_dir="runs/a")  # doctest: +SKIP
+    """
+    started = time.perf_counter()
+    config = config or TrainConfig.from_preset(session.preset)
+    if resume and run_dir is None:
+        raise ValueError("resume=True needs run_dir, the folder of the run to continue")
+    tasks = _as_pool(pool, config)
+    folder = _place(session, run_dir, "train")
+    loop = await _begin(session, config, folder, resume=resume)
+    bar = tqdm(
+        total=config.steps,
+        initial=loop.done,
+        desc="training",
+        unit="step",
+        file=sys.stdout,
+        disable=not progress,
+    )
+    try:
+        with bar:
+            await _run_steps(loop, tasks, tuple(watch), on_step, bar)
+    except BaseException as error:
+        await _save_after(loop, error)
+        raise
+    await _to_the_end(loop.save(checkpoint_name("final-state")))
+    sampler = await asyncio.to_thread(session.new_sampler, checkpoint_name("final"))
+    if tuple(watch):
+        await _watch(session, sampler, tuple(watch), loop.done, loop.place, config)
+    return TrainResult(
+        run_dir=folder,
+        metrics=tuple(read_metrics(loop.place.metrics)),
+        sampler=sampler,
+        state=loop.state,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _as_pool(
+    pool: TaskPool | Taskset | Sequence[Task], config: TrainConfig
+) -> TaskPool:
+    if not isinstance(pool, TaskPool):
+        return TaskPool(
+            tuple(pool), tasks_per_step=config.tasks_per_step, seed=config.seed
+        )
+    if pool.tasks_per_step != config.tasks_per_step:
+        raise ValueError(
+            f"the task pool serves {pool.tasks_per_step} tasks a step, but the config "
+            f"has tasks_per_step={config.tasks_per_step}; make them equal"
+        )
+    return pool
+
+
+async def _begin(
+    session: TrainingSession, config: TrainConfig, folder: Path, *, resume: bool
+) -> _Loop:
+    """Start a run, or take it up where its last checkpoint stands."""
+    place = _Place(folder)
+    if resume and place.resume.exists():
+        state = read_resume_state(place.resume)
+        _check_resumable(state, session, config, place)
+        await asyncio.to_thread(session.resume, state.checkpoint)
+        session.updates = state.next_step - 1
+        attempt = max(state.attempt + 1, next_attempt(place.metrics, state.next_step))
+        done = state.next_step - 1
+        return _Loop(
+            session,
+            config,
+            _Place(folder, attempt),
+            done=done,
+            saved=done,
+            state=state.checkpoint,
+        )
+    if not resume and (place.metrics.exists() or place.resume.exists()):
+        raise ValueError(
+            f"{folder} already holds a run; pass resume=True to continue it, or "
+            "another run_dir to start a new one"
+        )
+    if session.updates:
+        # A run's step 1 starts from fresh weights, whatever was tried before it.
+        print(f"Leaving {session.updates} earlier updates behind: fresh weights.")
+        await asyncio.to_thread(session.new_policy)
+    return _Loop(session, config, _Place(folder, next_attempt(place.metrics, 1)))
+
+
+def _check_resumable(
+    state: ResumeState, session: TrainingSession, config: TrainConfig, place: _Place
+) -> None:
+    """Refuse to continue a run as another one; nothing was sent yet."""
+    if state.base_model != session.preset.base_model:
+        raise CheckpointError(
+            f"the run in {place.run_dir} trains base model {state.base_model!r}, and "
+            f"this session runs {session.preset.base_model!r}; connect with "
+            f"model={state.model!r} to resume it, or start a new run"
+        )
+    # These decide which tasks and rollouts a step gets.
+    for name in ("seed", "tasks_per_step", "group_size"):
+        then, now = state.config.get(name), getattr(config, name)
+        if then is not None and then != now:
+            raise ValueError(
+                f"the run in {place.run_dir} has {name}={then}, and the config now "
+                f"says {now}; resume with {name}={then}, or start a new run"
+            )
+
+
+async def _run_steps(
+    loop: _Loop,
+    pool: TaskPool,
+    watch: tuple[Task, ...],
+    on_step: Callable[[StepResult], Awaitable[None] | None] | None,
+    bar: tqdm[Any],
+) -> None:
+    config, job_id = loop.config, uuid.uuid4().hex
+    while loop.done < config.steps:
+        served = pool.tasks_for_step(loop.done)
+        look = watch if loop.done % config.watch_every == 0 else ()
+        result = await _step(
+            loop.session,
+            served.tasks,
+            step=loop.done + 1,
+            config=config,
+            place=loop.place,
+            job_id=job_id,
+            note=served.notice,
+            watch=look,
+            committed=loop.mark_done,
+        )
+        bar.set_postfix_str(f"reward {result.metrics.reward_mean:.2f}", refresh=False)
+        bar.update()
+        if loop.done % config.checkpoint_every == 0 and loop.done < config.steps:
+            await _to_the_end(loop.save())
+        if on_step is not None:
+            answer = on_step(result)
+            if inspect.isawaitable(answer):
+                await answer
+
+
+async def _save_after(loop: _Loop, error: BaseException) -> None:
+    """Save what was done before an error or interrupt goes on its way."""
+    if loop.done == 0 or loop.saved == loop.done:
+        return
+    try:
+        await _to_the_end(loop.save())
+    except Exception as second:
+        error.add_note(
+            f"the state after step {loop.done} could not be saved either ({second}); "
+            "a resume goes back to the last checkpoint"
+        )

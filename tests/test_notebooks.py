@@ -1,0 +1,231 @@
+"""Every notebook: its stored form, and a run with changed parameters.
+
+nbval runs them unchanged and compares their deterministic cells (see the Makefile);
+here papermill runs each with other parameters and asserts that these took effect.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+IDS = [path.stem for path in NOTEBOOKS]
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def printed(notebook: Any) -> str:
+    """Everything that the notebook printed or displayed as text."""
+    parts = []
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            parts.append(output.get("text", ""))
+            data = output.get("data", {})
+            parts += [data.get("text/plain", ""), data.get("text/markdown", "")]
+    return "\n".join(parts)
+
+
+# -- the stored form --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_stored_outputs_come_from_one_clean_run(path: Path) -> None:
+    notebook = read(path)
+    cells = code_cells(notebook)
+    counts = [cell.execution_count for cell in cells]
+    assert counts == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [o for o in outputs if o.output_type == "error"]
+    assert not [o for o in outputs if o.get("name") == "stderr"]
+    assert all("".join(cell.source).strip() for cell in notebook.cells)
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"/(home|root|tmp|work|Users)/|Traceback|api_key=\w", text)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_the_kernel_is_nobodys_own(path: Path) -> None:
+    assert read(path).metadata.kernelspec.name == "python3"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_cells_stay_short(path: Path) -> None:
+    cells = [cell.source.splitlines() for cell in code_cells(read(path))]
+    assert max(len(lines) for lines in cells) <= 40
+    assert sorted(len(lines) for lines in cells)[len(cells) // 2] <= 12
+    assert max(len(line) for lines in cells for line in lines) <= 88
+
+
+def parameters_of(notebook: Any) -> dict[str, Any]:
+    """Names and values of the one cell tagged ``parameters``; literals only."""
+    tagged = [
+        cell
+        for cell in code_cells(notebook)
+        if "parameters" in cell.metadata.get("tags", [])
+    ]
+    assert len(tagged) == 1
+    values: dict[str, Any] = {}
+    for statement in ast.parse(tagged[0].source).body:
+        assert isinstance(statement, ast.Assign)
+        (target,) = statement.targets
+        assert isinstance(target, ast.Name)
+        values[target.id] = ast.literal_eval(statement.value)
+    return values
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_every_parameter_is_read_by_a_later_cell(path: Path) -> None:
+    notebook = read(path)
+    names = set(parameters_of(notebook))
+    read_names: set[str] = set()
+    for cell in code_cells(notebook):
+        tree = ast.parse(cell.source, mode="exec", type_comments=False)
+        read_names |= {
+            node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
+    assert names
+    assert names <= read_names
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_no_loop_is_started_inside_the_notebooks_own(path: Path) -> None:
+    source = "\n".join(cell.source for cell in code_cells(read(path)))
+    assert "asyncio.run" not in source
+    assert "nest_asyncio" not in source
+    assert not re.search(r"\binput\(", source)
+
+
+# -- runs with changed parameters -------------------------------------------------
+
+
+def check_01(notebook: Any, folder: Path) -> None:
+    text = printed(notebook)
+    assert "Compute 12 * 34" in text
+    assert "rewards of the group: [0.0, 1.0, 0.0, 0.0]" in text
+    assert "wrong_integer   read as 407" in text  # ANSWER was graded, and for 12 × 34
+
+
+def check_04(notebook: Any, folder: Path) -> None:
+    (metrics,) = folder.glob("full-run-*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert {row["rollouts"] for row in rows} == {8}
+    assert {row["max_tokens"] for row in rows} == {64}
+    assert {row["learning_rate"] for row in rows} == {1e-3}
+    rollouts = metrics.with_name("rollouts.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in rollouts]
+    before = [record for record in records if record["phase"] == "before"]
+    assert len(before) == 6
+    operands = [value for record in records for value in record["args"].values()]
+    assert min(operands) >= 2
+    assert max(operands) <= 12
+    resume = json.loads(metrics.with_name("resume.json").read_text())
+    assert (resume["seed"], resume["next_step"]) == (5, 4)
+    text = printed(notebook)
+    assert "1 steps recorded: [1]" in text  # INTERRUPT_AFTER
+    assert "12 training tasks" not in text
+    assert "6 training tasks, 6 held out, operands 2 to 12" in text
+
+
+Check = Callable[[Any, Path], None]
+CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
+    "01_environment_and_grader": (
+        {"A": 12, "B": 34, "ANSWER": "12 * 34 = 407\n407"},
+        check_01,
+    ),
+    "04_full_run": (
+        {
+            "SEED": 5,
+            "MIN_OPERAND": 2,
+            "MAX_OPERAND": 12,
+            "STEPS": 3,
+            "TASKS_PER_STEP": 2,
+            "GROUP_SIZE": 4,
+            "MAX_TOKENS": 64,
+            "LEARNING_RATE": 1e-3,
+            "EVALUATION_TASKS": 6,
+            "INTERRUPT_AFTER": 1,
+        },
+        check_04,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_changed_parameters_take_effect(path: Path, tmp_path: Path) -> None:
+    changed, check = CHANGED[path.stem]
+    declared = parameters_of(read(path))
+    assert all(declared[name] != value for name, value in changed.items())
+    if "RUNS_DIR" in declared:
+        changed = {**changed, "RUNS_DIR": str(tmp_path / "runs")}
+    executed = papermill.execute_notebook(
+        str(path),
+        str(tmp_path / path.name),
+        parameters=changed,
+        kernel_name="python3",
+        cwd=str(path.parent),
+        progress_bar=False,
+    )
+    check(executed, tmp_path / "runs")
+
+
+@pytest.mark.slow
+def test_fireworks_without_a_key_stops_before_anything_is_sent(tmp_path: Path) -> None:
+    with pytest.raises(papermill.PapermillExecutionError, match="FIREWORKS_API_KEY"):
+        papermill.execute_notebook(
+            str(FOLDER / "04_full_run.ipynb"),
+            str(tmp_path / "fireworks.ipynb"),
+            parameters={"BACKEND": "fireworks", "RUNS_DIR": str(tmp_path / "runs")},
+            kernel_name="python3",
+            cwd=str(tmp_path),  # no .env of a developer's is found from here
+            progress_bar=False,
+        )
+    assert not (tmp_path / "runs" / "service").exists()
+
+
+# -- nothing is left out ----------------------------------------------------------
+
+
+def test_no_notebook_is_left_out() -> None:
+    assert NOTEBOOKS
+    assert set(CHANGED) == set(IDS)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(r"pytest .*--nbval-lax notebooks$", makefile, re.M)
+    assert all(re.fullmatch(r"\d\d_[a-z_]+", stem) for stem in IDS)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_deterministic_cells_are_compared(path: Path) -> None:
+    compared = [
+        cell
+        for cell in code_cells(read(path))
+        if "nbval-check-output" in cell.metadata.get("tags", [])
+    ]
+    assert len(compared) >= 3
+    assert all(cell.outputs for cell in compared)
+
+
+def test_the_prompt_is_the_one_that_the_tiny_policy_was_made_for() -> None:
+    from rlhelpers.arithmetic import PROMPT_TEMPLATE
+    from rlhelpers.local.corpus import PROMPT
+
+    assert PROMPT_TEMPLATE == PROMPT
