@@ -81,7 +81,7 @@ class ModelPreset:
     max_tokens: int
     context: int
     lora_rank: int = 8
-    learning_rate: float = 4e-4
+    learning_rate: float = 6e-4
     steps: int = 30
     tasks_per_step: int = 8
     group_size: int = 8
@@ -99,11 +99,6 @@ class ModelPreset:
         """Rollouts of one training step (tasks times group size)."""
         return self.tasks_per_step * self.group_size
 
-    @property
-    def is_local_folder(self) -> bool:
-        """Whether the tokenizer is read from a folder, without any network."""
-        return isinstance(self.tokenizer, Path)
-
 
 _PRESETS = (
     ModelPreset(
@@ -115,25 +110,6 @@ _PRESETS = (
         operands=(10, 99),
         max_tokens=160,
         context=1024,
-    ),
-    ModelPreset(
-        name="smollm2-135m",
-        backend="local",
-        base_model="local/smollm2-135m",
-        tokenizer="HuggingFaceTB/SmolLM2-135M-Instruct",
-        licence="Apache-2.0 (SmolLM2-135M-Instruct)",
-        operands=(1, 9),
-        max_tokens=32,
-        context=2048,
-        learning_rate=2e-4,
-        steps=10,
-        tasks_per_step=4,
-        evaluation_tasks=16,
-        max_concurrent=64,
-        worked_examples=(
-            WorkedExample(2, 3, "2 * 3 = 6\n6"),
-            WorkedExample(7, 5, "7 * 5 = 35\n35"),
-        ),
     ),
     ModelPreset(
         name="qwen3p8-27b",

@@ -115,7 +115,7 @@ class TrainConfig:
     group_size: int = 8
     loss_fn: str = "importance_sampling"
     loss_fn_config: dict[str, float] | None = None
-    learning_rate: float = 4e-4
+    learning_rate: float = 6e-4
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -147,7 +147,7 @@ class TrainConfig:
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ValueError(
                 f"learning_rate must be a positive number, got {self.learning_rate}; "
-                "LoRA on the default model learns at about 4e-4"
+                "LoRA on the default model learns at about 6e-4"
             )
         if self.temperature <= 0:
             raise ValueError(

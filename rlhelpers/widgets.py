@@ -107,6 +107,13 @@ class TrainingDashboard:
         if step % self.redraw_every == 0 or step >= self.steps:
             self._panels.show(self.figure())
 
+    def resumed(self) -> TrainingDashboard:
+        """A dashboard that goes on with this one's steps, in the current cell."""
+        later = TrainingDashboard(self.steps, redraw_every=self.redraw_every)
+        later.metrics = list(self.metrics)
+        later.ratio_errors = list(self.ratio_errors)
+        return later
+
     def figure(self) -> Figure:
         """The six panels over the steps seen so far."""
         return plot_training_dashboard(self.metrics)

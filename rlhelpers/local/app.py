@@ -150,7 +150,13 @@ class TrainingApi:
             loading = self.engine.call(lambda: self.engine.model(base_model))
             loaded = await asyncio.wrap_future(loading)
             model = self.registry.add_model(session, base_model, settings, number)
-            await self._compute(lambda: loaded.trainer.create(model.model_id, settings))
+            try:
+                await self._compute(
+                    lambda: loaded.trainer.create(model.model_id, settings)
+                )
+            except BaseException:
+                self.registry.models.pop(model.model_id, None)
+                raise
             return {"type": "create_model", "model_id": model.model_id}
 
         session.created[number] = self._start(create)

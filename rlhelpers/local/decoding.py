@@ -1,10 +1,10 @@
 """Batched decoding: many completions of one snapshot, in rows that come and go.
 
-The forward pass always runs on the same number of rows, whoever occupies them, and
-each row writes its keys and values at its own position. Two things follow: finished
-sequences leave and waiting ones join at any token, and a row's logits do not depend
-on how full the batch is (float32 results change in the last digits with the shape of
-a batch, and one changed digit can change a sampled token).
+Each row writes its keys and values at its own position, so finished sequences leave
+and waiting ones join at any token. The forward pass runs on one of a few fixed numbers
+of rows, whoever occupies them, chosen so that a row's logits do not depend on how full
+the batch is: float32 results may change in the last digits with the shape of a batch,
+and one changed digit can change a sampled token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from .loading import BaseModel
 from .sampling import SamplingParams, draw
 
 FinishReason = Literal["stop", "length"]
-LENGTH_STEP = 64  # keys and values are stored in blocks of this many positions
+LENGTH_STEP = 16  # attention runs over a whole number of these many positions
+SMALLEST_PASS = 16  # rows; below this another kernel is sure to be chosen
+CAPACITY_STEP = 64  # rows are allocated in blocks of this many positions
 PREFIX_CACHE_SIZE = 256  # prompts whose keys and values are kept for their siblings
 
 
@@ -58,6 +60,11 @@ class Sequence:
         """Where the latest sampled token goes: it is not in the cache yet."""
         return len(self.prompt) + len(self.tokens) - 1
 
+    @property
+    def longest(self) -> int:
+        """Positions that prompt and reply can take up together."""
+        return len(self.prompt) + self.params.max_tokens
+
 
 @dataclass(frozen=True)
 class _Prefix:
@@ -68,13 +75,21 @@ class _Prefix:
     next_logits: Tensor  # [vocabulary]
 
 
-class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Keys and values of one layer, [rows, heads, length, head dimension]."""
+class _SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, [rows, heads, capacity, head dimension].
 
-    def __init__(self, positions: Tensor) -> None:
+    The buffers are allocated once; a forward pass sees the rows and the length that
+    :class:`SlotCache` has opened.
+    """
+
+    def __init__(self, cache: SlotCache, like: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.positions = positions
-        self.rows = torch.arange(len(positions), device=positions.device)
+        self.cache = cache
+        shape = (cache.n_rows, like.shape[1], cache.capacity, like.shape[3])
+        self.key_buffer, self.value_buffer = (
+            like.new_zeros(shape),
+            like.new_zeros(shape),
+        )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise RuntimeError("a slot layer is filled by SlotCache.insert")
@@ -82,80 +97,90 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys[self.rows, :, self.positions] = key_states[:, :, 0]
-        self.values[self.rows, :, self.positions] = value_states[:, :, 0]
-        return self.keys, self.values
+        rows, length = self.cache.open_rows, self.cache.open_length
+        seen = []
+        for buffer, states in (
+            (self.key_buffer, key_states),
+            (self.value_buffer, value_states),
+        ):
+            width = states.shape[-1]
+            # One flat copy: a row's head and position are one line of the buffer.
+            lines = states.reshape(-1, width)
+            buffer.view(-1, width).index_copy_(0, self.cache.targets, lines)
+            seen.append(buffer[:rows, :, :length])
+        return seen[0], seen[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (0 if self.keys is None else self.keys.shape[2]), 0
+        return self.cache.open_length, 0
 
     def get_seq_length(self) -> int:
-        return 0 if self.keys is None else int(self.keys.shape[2])
+        return self.cache.open_length
 
     def get_max_length(self) -> int:
-        return -1
+        return self.cache.capacity
 
 
 class SlotCache(Cache):
     """A key/value cache in which every row has a position of its own."""
 
-    def __init__(self, n_layers: int, n_rows: int, device: torch.device) -> None:
-        self.positions = torch.zeros(n_rows, dtype=torch.long, device=device)
-        self.slots = [_SlotLayer(self.positions) for _ in range(n_layers)]
+    def __init__(self, n_rows: int, capacity: int, prefix: _Prefix) -> None:
+        self.n_rows, self.capacity = n_rows, capacity
+        self.open_rows, self.open_length = n_rows, 0
+        self.targets = torch.empty(0, dtype=torch.long)
+        self.slots = [_SlotLayer(self, keys) for keys in prefix.keys]
         super().__init__(layers=list(self.slots))
-        self.length = 0
+        self.heads = prefix.keys[0].shape[1]
+        self.device = prefix.keys[0].device
 
     def insert(self, row: int, prefix: _Prefix) -> None:
         """Give ``row`` to a prompt."""
         end = prefix.keys[0].shape[2]
-        if not self.length:
-            self._allocate(prefix)
-        self.reserve(end)
         for slot, keys, values in zip(
             self.slots, prefix.keys, prefix.values, strict=True
         ):
-            assert slot.keys is not None
-            assert slot.values is not None
-            slot.keys[row, :, :end] = keys[0]
-            slot.values[row, :, :end] = values[0]
+            slot.key_buffer[row, :, :end] = keys[0]
+            slot.value_buffer[row, :, :end] = values[0]
 
-    def reserve(self, length: int) -> None:
-        """Make room for ``length`` positions, in whole blocks."""
-        missing = -(-length // LENGTH_STEP) * LENGTH_STEP - self.length
-        if missing <= 0:
-            return
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` positions of one row to another."""
         for slot in self.slots:
-            assert slot.keys is not None
-            assert slot.values is not None
-            slot.keys = torch.nn.functional.pad(slot.keys, (0, 0, 0, missing))
-            slot.values = torch.nn.functional.pad(slot.values, (0, 0, 0, missing))
-        self.length += missing
+            slot.key_buffer[target, :, :length] = slot.key_buffer[source, :, :length]
+            slot.value_buffer[target, :, :length] = slot.value_buffer[
+                source, :, :length
+            ]
 
-    def mask(self) -> Tensor:
-        """[rows, 1, 1, length], true where a row may attend."""
-        steps = torch.arange(self.length, device=self.positions.device)
-        return (steps <= self.positions.unsqueeze(1))[:, None, None, :]
+    def open(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+        """Make the first ``len(positions)`` rows ready to write at ``positions``.
 
-    def _allocate(self, prefix: _Prefix) -> None:
-        rows = len(self.positions)
-        for slot, keys, values in zip(
-            self.slots, prefix.keys, prefix.values, strict=True
-        ):
-            heads, width = keys.shape[1], keys.shape[3]
-            slot.keys = keys.new_zeros(rows, heads, LENGTH_STEP, width)
-            slot.values = values.new_zeros(rows, heads, LENGTH_STEP, values.shape[3])
-        self.length = LENGTH_STEP
+        Returns the positions, [rows, 1], and the additive attention mask,
+        [rows, 1, 1, length]: 0 where a row may attend, minus infinity elsewhere.
+        """
+        self.open_rows = len(positions)
+        self.open_length = _round_up(max(positions) + 1, LENGTH_STEP)
+        where = torch.tensor(positions, device=self.device).unsqueeze(1)
+        lines = torch.arange(self.open_rows * self.heads, device=self.device)
+        self.targets = (lines.view(-1, self.heads) * self.capacity + where).flatten()
+        steps = torch.arange(self.open_length, device=self.device)
+        mask = torch.zeros(self.open_rows, self.open_length, device=self.device)
+        mask.masked_fill_(steps > where, -torch.inf)
+        return where, mask[:, None, None, :]
 
 
 class _Tile:
-    """A fixed number of rows that are decoded together."""
+    """Rows that are decoded together.
 
-    def __init__(self, model: PreTrainedModel, n_rows: int) -> None:
+    A forward pass runs on one of a few fixed numbers of rows, ``sizes``, which give
+    the same result for a row bit for bit (see :func:`interchangeable_sizes`). As
+    sequences end, the others move together and the pass gets smaller.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, sizes: list[int], capacity: int, prefix: _Prefix
+    ) -> None:
         self.model = model
-        self.rows: list[Sequence | None] = [None] * n_rows
-        self.cache = SlotCache(model.config.num_hidden_layers, n_rows, model.device)
+        self.sizes = sizes
+        self.rows: list[Sequence | None] = [None] * sizes[-1]
+        self.cache = SlotCache(sizes[-1], capacity, prefix)
 
     @property
     def free(self) -> list[int]:
@@ -166,20 +191,32 @@ class _Tile:
         return [index for index, row in enumerate(self.rows) if row is not None]
 
     def forward(self) -> Tensor:
-        """Feed each row's latest token; logits [rows, vocabulary]."""
-        ids = [row.tokens[-1] if row else 0 for row in self.rows]
-        positions = [row.position if row else 0 for row in self.rows]
-        self.cache.reserve(max(positions) + 1)
-        self.cache.positions.copy_(torch.tensor(positions))
+        """Feed each row's latest token; logits [rows of the pass, vocabulary]."""
+        rows = self._compact()
+        ids = [row.tokens[-1] if row else 0 for row in rows]
+        positions, mask = self.cache.open([row.position if row else 0 for row in rows])
         output = self.model(
             input_ids=torch.tensor(ids, device=self.model.device).unsqueeze(1),
-            attention_mask=self.cache.mask(),
-            position_ids=self.cache.positions.unsqueeze(1),
+            attention_mask=mask,
+            position_ids=positions,
             cache=self.cache,
             use_cache=True,
         )
         logits: Tensor = output.logits[:, -1]
         return logits
+
+    def _compact(self) -> list[Sequence | None]:
+        """Move the active rows to the front if a smaller pass then holds them."""
+        active = self.active
+        size = next(size for size in self.sizes if size >= len(active))
+        gaps = [row for row in self.free if row < size]
+        for source in [row for row in active if row >= size]:
+            target = gaps.pop(0)
+            sequence = self.rows[source]
+            assert sequence is not None
+            self.cache.move(source, target, sequence.position)
+            self.rows[target], self.rows[source] = sequence, None
+        return self.rows[:size]
 
 
 class Decoder:
@@ -194,7 +231,7 @@ class Decoder:
     ) -> None:
         self.base = base
         self._load = load
-        self._tile_rows = rows or rows_per_tile(base.sampling)
+        self._sizes = interchangeable_sizes(base, rows or rows_per_tile(base))
         self._waiting: OrderedDict[str, deque[Sequence]] = OrderedDict()
         self._snapshot: str | None = None
         self._tiles: list[_Tile] = []
@@ -212,7 +249,11 @@ class Decoder:
     @property
     def has_work(self) -> bool:
         """Whether any sequence is waiting or being decoded."""
-        return bool(self._waiting) or any(tile.active for tile in self._tiles)
+        return bool(self._waiting) or self._decoding
+
+    @property
+    def _decoding(self) -> bool:
+        return any(tile.active for tile in self._tiles)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -220,8 +261,10 @@ class Decoder:
         self._admit()
         for tile in self._tiles:
             if tile.active:
-                self._advance(tile, tile.forward(), tile.active)
-        self._tiles = [tile for tile in self._tiles if tile.active]
+                logits = tile.forward()  # may move rows, so ask for them afterwards
+                self._advance(tile, logits, tile.active)
+        # Fresh buffers cost more than a few passes, so one tile is kept.
+        self._tiles = [t for t in self._tiles if t.active] or self._tiles[-1:]
 
     def fail_all(self) -> None:
         """Drop every sequence; their callers have been told by other means."""
@@ -231,14 +274,14 @@ class Decoder:
     def _admit(self) -> None:
         if not self._waiting:
             return
-        if not self._tiles:
+        if not self._decoding:
             snapshot = next(iter(self._waiting))
             if snapshot != self._snapshot:
                 self._load(snapshot)
                 self._snapshot = snapshot
                 self._prefixes.clear()
         # A snapshot that others wait behind gets no newcomers: its turn must end.
-        crowded = len(self._waiting) > 1 and self._tiles
+        crowded = len(self._waiting) > 1 and self._decoding
         queue = self._waiting.get(self._snapshot or "")
         if queue is None or crowded:
             return
@@ -248,13 +291,10 @@ class Decoder:
 
     def _seat(self, queue: deque[Sequence]) -> None:
         """Move sequences into the free rows of one tile; sample their first token."""
-        tile = next((tile for tile in self._tiles if tile.free), None)
-        if tile is None:
-            tile = _Tile(self.base.sampling, self._tile_rows)
-            self._tiles.append(tile)
+        tile = self._tile_for(queue[0])
         seated, logits = [], []
         for row in tile.free:
-            if not queue:
+            if not queue or queue[0].longest > tile.cache.capacity:
                 break
             sequence = queue.popleft()
             prefix = self._prefix(sequence.prompt)
@@ -263,6 +303,17 @@ class Decoder:
             seated.append(row)
             logits.append(prefix.next_logits)
         self._advance(tile, torch.stack(logits), seated, rows_are_seated=True)
+
+    def _tile_for(self, sequence: Sequence) -> _Tile:
+        """A tile with a free row that is long enough; a new one if there is none."""
+        for tile in self._tiles:
+            if tile.free and sequence.longest <= tile.cache.capacity:
+                return tile
+        prefix = self._prefix(sequence.prompt)
+        capacity = _round_up(sequence.longest, CAPACITY_STEP)
+        tile = _Tile(self.base.sampling, self._sizes, capacity, prefix)
+        self._tiles.append(tile)
+        return tile
 
     def _advance(
         self,
@@ -342,14 +393,48 @@ class Decoder:
         return prefix
 
 
-def rows_per_tile(model: PreTrainedModel) -> int:
+def rows_per_tile(base: BaseModel) -> int:
     """Rows decoded together: many for a small model, fewer for a large one.
 
     A row that nobody occupies still costs its share of the forward pass, which only
     a small model can afford.
     """
-    parameters = sum(weight.numel() for weight in model.parameters())
-    return 64 if parameters < 20_000_000 else 16
+    return 64 if base.is_small else 16
+
+
+@torch.inference_mode()
+def interchangeable_sizes(base: BaseModel, largest: int) -> list[int]:
+    """Numbers of rows whose passes agree bit for bit with those of ``largest``.
+
+    Halves ``largest`` as long as a trial pass gives the same logits to the last
+    digit. Which kernels a shape gets depends on the machine, so it is asked, not
+    assumed; where no smaller size agrees, every pass runs on ``largest`` rows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (largest, 3)
+    tokens = torch.randint(base.vocab_size, shape, generator=generator)
+    tokens = tokens.to(base.sampling.device)
+
+    def trial(rows: int) -> Tensor:
+        # A multi-token and a one-token pass: both shapes occur while decoding.
+        cache = DynamicCache(config=base.sampling.config)
+        base.sampling(input_ids=tokens[:rows, :2], cache=cache, use_cache=True)
+        one = base.sampling(input_ids=tokens[:rows, 2:], cache=cache, use_cache=True)
+        logits: Tensor = one.logits[:, -1]
+        return logits
+
+    reference = trial(largest)
+    sizes = [largest]
+    while sizes[0] % 2 == 0 and sizes[0] > SMALLEST_PASS:
+        half = sizes[0] // 2
+        if not torch.equal(trial(half), reference[:half]):
+            break
+        sizes.insert(0, half)
+    return sizes
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
 
 
 def _tensor(layer: object, name: str) -> Tensor:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from .adapters import AdapterWeights, merge_into
 from .batches import BatchLimits, check_token_ids
 from .decoding import Completion, Decoder, Sequence
@@ -27,6 +29,7 @@ from .trainer import PolicyTrainer
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+_DEFAULT_THREADS = torch.get_num_threads()
 MAX_SNAPSHOTS = 1024  # names remembered; sequences in flight never reach as many
 
 
@@ -56,6 +59,7 @@ class LoadedModel:
     trainer: PolicyTrainer
     decoder: Decoder
     snapshots: OrderedDict[str, Weights]
+    threads: int
 
     @property
     def limits(self) -> BatchLimits:
@@ -143,8 +147,14 @@ class Engine:
                 merge_into(base.sampling, trainer.base_weights, adapter)
 
             decoder = Decoder(base, load)
-            self._loaded[name] = LoadedModel(base, trainer, decoder, snapshots)
+            threads = threads_for(base)
+            self._loaded[name] = LoadedModel(base, trainer, decoder, snapshots, threads)
+        self._use(self._loaded[name])
         return self._loaded[name]
+
+    def _use(self, loaded: LoadedModel) -> None:
+        if torch.get_num_threads() != loaded.threads:
+            torch.set_num_threads(loaded.threads)
 
     def _adapter(self, weights: Weights) -> AdapterWeights | None:
         if weights.checkpoint is None:
@@ -207,6 +217,7 @@ class Engine:
 
     def _decode(self, loaded: LoadedModel) -> None:
         try:
+            self._use(loaded)
             loaded.decoder.step()
         except Exception as error:
             # A failure here concerns every sequence of the model, and none may hang.
@@ -229,6 +240,16 @@ class Engine:
         for _, drop in calls:
             drop()
         self._fail_pending(ServiceClosed("the local service was stopped"))
+
+
+def threads_for(base: BaseModel) -> int:
+    """How many threads torch may use for ``base``.
+
+    A small model's operations take microseconds. Shared between threads they gain
+    little on an idle machine, and on a busy one every operation waits for the thread
+    that lost its core: a step then takes ten times as long.
+    """
+    return 1 if base.is_small else _DEFAULT_THREADS
 
 
 def _relay_failure(done: Future[None], future: Future[Completion]) -> None:

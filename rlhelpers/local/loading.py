@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
+SMALL = 20_000_000  # parameters
 TINY_POLICY = "local/tiny-arithmetic"
 _DATA = Path(__file__).resolve().parents[2] / "data"
 
@@ -43,6 +44,11 @@ class BaseModel:
     context_length: int
     vocab_size: int
     end_token_ids: frozenset[int]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the bookkeeping around its arithmetic costs as much as that."""
+        return sum(weight.numel() for weight in self.sampling.parameters()) < SMALL
 
 
 def load_base_model(name: str, models: dict[str, Path], device: str) -> BaseModel:

@@ -105,8 +105,11 @@ class CheckpointStore:
     def open_session(self, session_id: str) -> None:
         """Make room for a session's sampler checkpoints, marked as this process's."""
         folder = self._session_dir(session_id)
-        folder.mkdir()
-        (folder / "owner.json").write_text(json.dumps({"pid": os.getpid()}))
+        # It appears with its mark, or another service could take it for an orphan.
+        draft = folder.with_name(f".draft-{session_id}")
+        draft.mkdir()
+        (draft / "owner.json").write_text(json.dumps({"pid": os.getpid()}))
+        os.rename(draft, folder)
 
     def close_session(self, session_id: str) -> None:
         """Remove a session with its sampler checkpoints (training ones stay)."""
@@ -205,7 +208,7 @@ class CheckpointStore:
         candidates = (
             [self._session_dir(session_id)]
             if session_id
-            else sorted(sessions.iterdir())
+            else sorted(sessions.glob("ts-*"))
         )
         for session in candidates:
             folder = session / ACCOUNT / ref.run_id / ref.name
@@ -228,13 +231,19 @@ class CheckpointStore:
 
     def _remove_orphans(self) -> None:
         """Clear what a killed process left: its sessions and unfinished drafts."""
-        for session in (self.state_dir / "sessions").iterdir():
+        sessions = self.state_dir / "sessions"
+        for session in sessions.glob("ts-*"):
             if not _owner_is_alive(session):
                 shutil.rmtree(session, ignore_errors=True)
-        for draft in (self.state_dir / "checkpoints").glob("*/*/.draft-*"):
-            age = time.time() - draft.stat().st_mtime
-            if age > 3600:  # another live service may be writing a younger one
-                shutil.rmtree(draft, ignore_errors=True)
+        drafts = [
+            *sessions.glob(".draft-*"),
+            *(self.state_dir / "checkpoints").glob("*/*/.draft-*"),
+        ]
+        for draft in drafts:
+            # Another live service may be writing a younger one, or just have ended it.
+            with contextlib.suppress(OSError):
+                if time.time() - draft.stat().st_mtime > 3600:
+                    shutil.rmtree(draft, ignore_errors=True)
 
 
 def _write_contents(

@@ -1,0 +1,132 @@
+"""Notebook claims, exercise checkers and labelled answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhelpers import classify_outcome, grade_final_integer
+from rlhelpers.analysis import OUTCOMES
+from rlhelpers.checks import (
+    LabelledAnswer,
+    Lesson,
+    LessonFailed,
+    check_advantages,
+    check_flat_share,
+    check_three_outcomes,
+    labelled_answers,
+)
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_a_claim_that_holds_is_printed(capsys: Capture) -> None:
+    Lesson(strict=True).check(True, "it holds")
+    assert capsys.readouterr().out == "✓ it holds\n"
+
+
+def test_a_claim_that_fails_stops_a_run_at_the_defaults() -> None:
+    with pytest.raises(LessonFailed, match="accuracy rose"):
+        Lesson(strict=True).check(False, "accuracy rose")
+
+
+def test_with_other_parameters_a_claim_that_fails_is_reported(capsys: Capture) -> None:
+    Lesson(strict=False).check(False, "accuracy rose")
+    assert capsys.readouterr().out.startswith("✗ ")
+
+
+# -- labelled answers -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", labelled_answers(), ids=lambda row: row.why)
+def test_the_grader_agrees_with_every_label(row: LabelledAnswer) -> None:
+    assert classify_outcome(row.answer, row.expected) == row.outcome
+    reward = grade_final_integer(row.answer, row.expected).reward
+    assert reward == (1.0 if row.outcome == "correct" else 0.0)
+
+
+def test_every_outcome_is_represented() -> None:
+    assert {row.outcome for row in labelled_answers()} == set(OUTCOMES)
+
+
+def test_a_damaged_label_is_named_by_line(tmp_path: Path) -> None:
+    good = '{"answer": "4", "expected": 4, "outcome": "correct", "why": "fine"}\n'
+    path = tmp_path / "labels.jsonl"
+    path.write_text(good + good.replace("correct", "right"))
+    with pytest.raises(ValueError, match=r"line 2: outcome 'right'"):
+        labelled_answers(path)
+    path.write_text(good + '{"answer": "4"}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        labelled_answers(path)
+
+
+# -- exercises --------------------------------------------------------------------
+
+SOLVED = {
+    "correct": "**4,234**",
+    "wrong_integer": "4234\n4235",
+    "invalid_final_line": "The answer is 4234",
+}
+
+
+def test_three_outcomes_solved() -> None:
+    assert check_three_outcomes(SOLVED, expected=4234)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "answer", "said"),
+    [
+        ("correct", ..., "replace the ..."),
+        ("correct", "4234 is it", "graded invalid_final_line"),
+        ("wrong_integer", "4234", "graded correct"),
+        ("invalid_final_line", "4233", "graded wrong_integer"),
+    ],
+)
+def test_three_outcomes_rejects(
+    outcome: str, answer: object, said: str, capsys: Capture
+) -> None:
+    assert not check_three_outcomes({**SOLVED, outcome: answer}, expected=4234)
+    assert said in capsys.readouterr().out
+
+
+def test_advantages_solved() -> None:
+    # mean 0.75, sample spread 0.5: three times +0.5, and -1.5.
+    assert check_advantages([1.0, 1.0, 1.0, 0.0], [0.5, 0.5, 0.5, -1.5])
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (..., "replace the ..."),
+        ([0.5, 0.5], "a list of 4 numbers"),
+        ([0.577, 0.577, 0.577, -1.732], "population spread"),
+        ([0.25, 0.25, 0.25, -0.75], "now divide"),
+        ([1.0, 1.0, 1.0, 0.0], "add up to 0"),
+        ([1.0, 1.0, 1.0, -3.0], "not yet"),
+    ],
+)
+def test_advantages_rejects(answer: object, said: str, capsys: Capture) -> None:
+    assert not check_advantages([1.0, 1.0, 1.0, 0.0], answer)
+    assert said in capsys.readouterr().out
+
+
+def test_flat_share_solved() -> None:
+    assert check_flat_share(0.95, 8, 0.66)  # 0.95^8 = 0.6634, 0.05^8 is nothing
+
+
+@pytest.mark.parametrize(
+    ("p", "group_size", "answer", "said"),
+    [
+        (0.95, 8, ..., "replace the ..."),
+        (0.95, 8, 66, "between 0 and 1"),
+        (0.95, 8, 0.34, "take the rest"),  # 1 - 0.66
+        (0.95, 8, 0.05, "not yet"),
+        (0.5, 2, 0.25, "all wrong are flat too"),  # flat is 0.25 + 0.25
+    ],
+)
+def test_flat_share_rejects(
+    p: float, group_size: int, answer: object, said: str, capsys: Capture
+) -> None:
+    assert not check_flat_share(p, group_size, answer)
+    assert said in capsys.readouterr().out

@@ -1,0 +1,86 @@
+"""The shells around plain functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ipywidgets
+import pytest
+
+from rlhelpers.metrics import StepMetrics
+from rlhelpers.training import StepResult
+from rlhelpers.widgets import TrainingDashboard, answer_box
+
+
+class Shown:
+    """Collects what is displayed, in place of a notebook."""
+
+    def __init__(self) -> None:
+        self.contents: list[Any] = []
+        self.updates: list[Any] = []
+
+    def __call__(self, content: Any, *, display_id: bool = False) -> Shown:
+        self.contents.append(content)
+        return self
+
+    def update(self, content: Any) -> None:
+        self.updates.append(content)
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
+    collector = Shown()
+    monkeypatch.setattr("rlhelpers.widgets.display", collector)
+    return collector
+
+
+def parts(box: ipywidgets.VBox) -> tuple[Any, Any, Any]:
+    text, button, output = box.children
+    return text, button, output
+
+
+def test_a_click_grades_what_was_typed(shown: Shown) -> None:
+    text, button, _ = parts(answer_box(str.upper, default="abc"))
+    assert text.value == "abc"
+    assert shown.contents == []  # nothing happens before the click
+    text.value = "1692"
+    button.click()
+    assert shown.contents == ["1692"]
+
+
+def result(step: int, reward: float, ratio_error: float | None) -> StepResult:
+    metrics = StepMetrics.example(step=step, reward_mean=reward, kept_groups=3)
+    return StepResult(metrics, (), (), (), max_ratio_error=ratio_error)
+
+
+def test_the_dashboard_redraws_in_place(shown: Shown) -> None:
+    dashboard = TrainingDashboard(steps=3, redraw_every=2)
+    for step in (1, 2, 3):
+        dashboard(result(step, step / 4, 1e-5 * step))
+    # One line and one figure were displayed; the rest were updates of these two.
+    assert len(shown.contents) == 2
+    assert repr(shown.contents[0]) == "step 1 of 3: mean reward 0.25, 3 groups kept"
+    lines = [repr(item) for item in shown.updates if not hasattr(item, "savefig")]
+    assert lines[-1] == "step 3 of 3: mean reward 0.75, 3 groups kept"
+    assert sum(hasattr(item, "savefig") for item in shown.updates) == 1  # at step 3
+    assert dashboard.ratio_errors == [1e-5, 2e-5, pytest.approx(3e-5)]
+
+
+def test_a_step_without_update_has_no_ratio(shown: Shown) -> None:
+    dashboard = TrainingDashboard(steps=2)
+    dashboard(result(1, 0.0, None))
+    assert dashboard.ratio_errors == []
+    assert len(dashboard.metrics) == 1
+
+
+def test_a_resumed_dashboard_keeps_the_steps_and_draws_anew(shown: Shown) -> None:
+    first = TrainingDashboard(steps=4, redraw_every=2)
+    for step in (1, 2):
+        first(result(step, 0.5, 1e-5))
+    later = first.resumed()
+    for step in (3, 4):
+        later(result(step, 0.75, 2e-5))
+    assert [row.step for row in later.metrics] == [1, 2, 3, 4]
+    assert len(first.metrics) == 2
+    assert later.ratio_errors == [1e-5, 1e-5, 2e-5, 2e-5]
+    assert len(shown.contents) == 4  # a line and a figure in each of the two cells
