@@ -141,6 +141,12 @@ class SlotCache(Cache):
             slot.key_buffer[row, :, :end] = keys[0]
             slot.value_buffer[row, :, :end] = values[0]
 
+    def clear(self) -> None:
+        """Forget what rows held before: a masked NaN would still spoil a sum."""
+        for slot in self.slots:
+            slot.key_buffer.zero_()
+            slot.value_buffer.zero_()
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` positions of one row to another."""
         for slot in self.slots:
@@ -280,6 +286,8 @@ class Decoder:
                 self._load(snapshot)
                 self._snapshot = snapshot
                 self._prefixes.clear()
+                for tile in self._tiles:
+                    tile.cache.clear()
         # A snapshot that others wait behind gets no newcomers: its turn must end.
         crowded = len(self._waiting) > 1 and self._decoding
         queue = self._waiting.get(self._snapshot or "")
