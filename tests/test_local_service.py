@@ -829,7 +829,7 @@ def test_values_that_are_no_finite_number_fail_through_the_future(
     wire: Wire, value: str
 ) -> None:
     model = wire.model(wire.session())
-    text = json.dumps(forward_body(model, 1, [1.0, 777])).replace("777", value)
+    text = json.dumps(forward_body(model, 1, [1.0, 777])).replace(", 777", f", {value}")
     answer = wire.http.post(f"{wire.training}/forward_backward", content=text)
     result = wire.result(str(answer.json()["request_id"]))
     assert "data[0].weights has a value that is no finite number" in str(result)
