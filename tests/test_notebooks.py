@@ -106,6 +106,13 @@ def test_every_parameter_is_read_by_a_later_cell(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_papermill_sees_every_parameter(path: Path) -> None:
+    # It skips a line with more than one equals sign, inside a text too.
+    seen = papermill.inspect_notebook(str(path))
+    assert set(seen) == set(parameters_of(read(path)))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
 def test_no_loop_is_started_inside_the_notebooks_own(path: Path) -> None:
     source = "\n".join(cell.source for cell in code_cells(read(path)))
     assert "asyncio.run" not in source
