@@ -1,0 +1,203 @@
+"""Finished runs on disk: finding the one that a later notebook reads, or making one.
+
+Notebook 04 leaves a run in the runs folder; the notebooks after it read it back with
+:func:`find_run`. Where there is none, :func:`short_run` makes one, with the same files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhelpers.metrics import (
+    DamagedFile,
+    ResumeState,
+    RolloutRecord,
+    StepMetrics,
+    read_metrics,
+    read_resume_state,
+    read_rollouts,
+)
+from rlhelpers.sampling import SamplingSettings
+from rlhelpers.tasks import make_taskset, multiplication_task, split_taskset
+from rlhelpers.training import TrainConfig, evaluate, train
+
+if TYPE_CHECKING:
+    from hud.eval.task import Task
+
+    from rlhelpers.models import ModelPreset
+    from rlhelpers.service import TrainingSession
+
+FULL_RUN = "full-run"
+SHORT_RUN = "short-run"
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that trained to its last step, with its held-out replies.
+
+    Attributes:
+        run_dir: Its folder.
+        state: Where it ended: the final training checkpoint and the settings.
+        metrics: One row per step.
+        before, after: Greedy replies to the same held-out tasks, one per task.
+    """
+
+    run_dir: Path
+    state: ResumeState
+    metrics: tuple[StepMetrics, ...]
+    before: tuple[RolloutRecord, ...]
+    after: tuple[RolloutRecord, ...]
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, which is its folder's name."""
+        return self.run_dir.name
+
+    @property
+    def steps(self) -> int:
+        """How many steps it took."""
+        return len(self.metrics)
+
+    @property
+    def max_tokens(self) -> int:
+        """The token limit of its replies."""
+        return self.metrics[-1].max_tokens
+
+    @property
+    def held_out(self) -> list[Task]:
+        """The held-out multiplication tasks, in the order they were evaluated."""
+        return [multiplication_task(**record.args) for record in self.before]
+
+    def is_full(self, preset: ModelPreset) -> bool:
+        """Whether it is the preset's own full run, or at least as thorough a one.
+
+        Claims that a notebook proves at the defaults are promised for such a run; of
+        a shorter one they are only reported.
+        """
+        config = self.state.config
+        operands = [value for record in self.before for value in record.args.values()]
+        same = ("max_tokens", "learning_rate", "tasks_per_step", "group_size")
+        return (
+            self.steps >= preset.steps
+            and len(self.before) >= preset.evaluation_tasks
+            and all(config.get(name) == getattr(preset, name) for name in same)
+            and preset.operands[0] <= min(operands)
+            and max(operands) <= preset.operands[1]
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.run_id}: {self.steps} steps on {self.state.model}, "
+            f"{len(self.before)} held-out tasks"
+        )
+
+
+def find_run(runs_dir: str | Path, preset: ModelPreset) -> FinishedRun | None:
+    """The newest finished run of a preset, full runs before short ones.
+
+    Folders that are unfinished, damaged or of another base model are passed over.
+
+    Args:
+        runs_dir: The folder that holds all runs.
+        preset: The preset that the run must have trained.
+
+    Returns:
+        The run, or None if there is none.
+    """
+    for label in (FULL_RUN, SHORT_RUN):
+        # The folder's name carries the time it was made, so names sort by age.
+        for folder in sorted(Path(runs_dir).glob(f"{label}-*"), reverse=True):
+            run = _read_run(folder)
+            if run is not None and run.state.base_model == preset.base_model:
+                return run
+    return None
+
+
+def _read_run(folder: Path) -> FinishedRun | None:
+    try:
+        state = read_resume_state(folder / "resume.json")
+        metrics = read_metrics(folder / "metrics.jsonl")
+        rollouts = read_rollouts(folder / "rollouts.jsonl")
+    except (FileNotFoundError, DamagedFile):
+        return None
+    before = tuple(record for record in rollouts if record.phase == "before")
+    after = tuple(record for record in rollouts if record.phase == "after")
+    finished = state.next_step > int(state.config.get("steps", 0)) and bool(metrics)
+    paired = bool(before) and [r.task for r in before] == [r.task for r in after]
+    if not (finished and paired):
+        return None
+    return FinishedRun(folder, state, tuple(metrics), before, after)
+
+
+async def short_run(
+    session: TrainingSession,
+    *,
+    steps: int = 10,
+    evaluation_tasks: int | None = None,
+    seed: int = 0,
+    config: TrainConfig | None = None,
+    operands: tuple[int, int] | None = None,
+    progress: bool = True,
+) -> FinishedRun:
+    """Evaluate, train for a few steps, and evaluate again on the same tasks.
+
+    Args:
+        session: An open session.
+        steps: Optimizer steps.
+        evaluation_tasks: Held-out tasks; default: the preset's.
+        seed: Of tasks and rollouts.
+        config: Settings of the training; default: the preset's with these steps.
+        operands: Smallest and largest operand; default: the preset's.
+        progress: Show a text progress bar.
+
+    Returns:
+        The run, as :func:`find_run` would read it back.
+    """
+    preset = session.preset
+    config = config or TrainConfig.from_preset(preset, steps=steps, seed=seed)
+    training, held_out = _tasks(
+        operands or preset.operands,
+        config.steps * config.tasks_per_step,
+        evaluation_tasks or preset.evaluation_tasks,
+        seed,
+    )
+    run_dir = session.new_run_dir(SHORT_RUN)
+    greedy = SamplingSettings.greedy(config.max_tokens)
+    await evaluate(
+        session,
+        held_out,
+        phase="before",
+        sampler=session.base_sampler(),
+        settings=greedy,
+        run_dir=run_dir,
+    )
+    result = await train(
+        session, training, config=config, run_dir=run_dir, progress=progress
+    )
+    await evaluate(
+        session,
+        held_out,
+        phase="after",
+        sampler=result.sampler,
+        settings=greedy,
+        step=config.steps,
+        run_dir=run_dir,
+    )
+    run = _read_run(run_dir)
+    if run is None:
+        raise RuntimeError(f"{run_dir} was not written completely; make the run again")
+    return run
+
+
+def _tasks(
+    operands: tuple[int, int], train: int, held_out: int, seed: int
+) -> tuple[Sequence[Task], Sequence[Task]]:
+    low, high = operands
+    tasks = make_taskset(
+        train + held_out, min_a=low, max_a=high, min_b=low, max_b=high, seed=seed
+    )
+    training, held = split_taskset(tasks, train=train, held_out=held_out, seed=seed)
+    return list(training), list(held)
