@@ -9,11 +9,16 @@ import pytest
 from rlhelpers import classify_outcome, grade_final_integer
 from rlhelpers.analysis import OUTCOMES
 from rlhelpers.checks import (
+    REMEDIES,
     LabelledAnswer,
     Lesson,
     LessonFailed,
     check_advantages,
+    check_datum_rows,
     check_flat_share,
+    check_on_policy_loss,
+    check_remedies,
+    check_spread,
     check_three_outcomes,
     labelled_answers,
 )
@@ -129,4 +134,97 @@ def test_flat_share_rejects(
     p: float, group_size: int, answer: object, said: str, capsys: Capture
 ) -> None:
     assert not check_flat_share(p, group_size, answer)
+    assert said in capsys.readouterr().out
+
+
+def test_remedies_solved() -> None:
+    assert check_remedies(dict(REMEDIES))
+
+
+@pytest.mark.parametrize(
+    ("finding", "answer", "said"),
+    [
+        ("mean 0.97, most groups flat", ..., "replace the ..."),
+        ("mean 0.05, nearly all replies cut off", "smaller operands", "is cut off"),
+        ("mean 0, every reply ends in a sentence", "pray", "is none of"),
+    ],
+)
+def test_remedies_rejects(
+    finding: str, answer: object, said: str, capsys: Capture
+) -> None:
+    assert not check_remedies({**REMEDIES, finding: answer})
+    assert said in capsys.readouterr().out
+
+
+GROUPS = [[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
+
+
+def test_spread_solved() -> None:
+    # Two groups with sample spread 0.5 and a flat one: 1/3.
+    assert check_spread(GROUPS, 0.33)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (..., "replace the ..."),
+        ([0.5, 0, 0.5], "one number"),
+        (0.49, "whole batch"),  # 4 of 12 right: sqrt((8/12)(4/12)(12/11)) = 0.492
+        (0.29, "divides by n"),  # sqrt(3)/4 = 0.433, twice, over 3
+        (0.5, "not yet"),
+    ],
+)
+def test_spread_rejects(answer: object, said: str, capsys: Capture) -> None:
+    assert not check_spread(GROUPS, answer)
+    assert said in capsys.readouterr().out
+
+
+DATUM = {
+    "input": [3, 1, 4, 1],
+    "targets": [1, 4, 1, 5],
+    "advantages": [0, 0, -0.5, -0.5],
+}
+
+
+def test_datum_rows_solved() -> None:
+    assert check_datum_rows([3, 1, 4], [1, 5], -0.5, DATUM)
+
+
+@pytest.mark.parametrize(
+    ("row", "answer", "said"),
+    [
+        ("input", ..., "replace the ..."),
+        ("input", [3, 1, 4, 1, 5], "5 entries"),
+        ("targets", [3, 1, 4, 1], "shifted by one"),
+        (
+            "advantages",
+            [-0.5, -0.5, -0.5, -0.5],
+            "first 2 targets belong to the prompt",
+        ),
+    ],
+)
+def test_datum_rows_rejects(
+    row: str, answer: object, said: str, capsys: Capture
+) -> None:
+    assert not check_datum_rows([3, 1, 4], [1, 5], -0.5, {**DATUM, row: answer})
+    assert said in capsys.readouterr().out
+
+
+def test_on_policy_loss_solved() -> None:
+    # −(0.71 × 30 − 0.71 × 150) = 85.2
+    assert check_on_policy_loss([(0.71, 30), (-0.71, 150)], 85.2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (..., "replace the ..."),
+        ("85", "one number"),
+        (-85.2, "the sign"),
+        (0.0, "a sum over its tokens"),
+        (120.0, "not yet"),
+    ],
+)
+def test_on_policy_loss_rejects(answer: object, said: str, capsys: Capture) -> None:
+    assert not check_on_policy_loss([(0.71, 30), (-0.71, 150)], answer)
     assert said in capsys.readouterr().out

@@ -17,6 +17,8 @@ import nbformat
 import papermill
 import pytest
 
+from rlhelpers.sampling import rollout_seed
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -130,6 +132,53 @@ def check_01(notebook: Any, folder: Path) -> None:
     assert "wrong_integer   read as 407" in text  # ANSWER was graded, and for 12 × 34
 
 
+def calibrations(folder: Path) -> list[list[dict[str, Any]]]:
+    """The rollouts of each calibration, in the order they were run."""
+    files = sorted(
+        folder.glob("calibrate-*/rollouts.jsonl"), key=lambda p: p.stat().st_mtime
+    )
+    return [
+        [json.loads(line) for line in file.read_text().splitlines()] for file in files
+    ]
+
+
+def check_02(notebook: Any, folder: Path) -> None:
+    first, easy, large, short, heat = calibrations(folder)
+    # TASKS 3 × GROUP_SIZE 2, within MIN_OPERAND 2 to MAX_OPERAND 12, under MAX_TOKENS
+    for batch in (first, easy, large, short):
+        assert len(batch) == 6
+        assert len({row["task"] for row in batch}) == 3
+    operands = [value for row in first for value in row["args"].values()]
+    assert min(operands) >= 2
+    assert max(operands) <= 12
+    assert max(row["output_tokens"] for row in first + easy + large) <= 48
+    assert max(row["output_tokens"] for row in short) <= 24
+    # 36 cells × HEAT_MAP_TASKS 1 × HEAT_MAP_GROUP_SIZE 2
+    assert len(heat) == 72
+    assert len({row["task"] for row in heat}) == 36
+    seeds = {row["seed"] for row in first}
+    assert seeds == {rollout_seed(3, 0, t, r) for t in range(3) for r in range(2)}
+    text = printed(notebook)
+    assert "6 rollouts:" in text
+    assert text.count("reward 1   correct") + text.count("reward 0   ") == 2  # SAMPLES
+    assert "Token ceiling    5,000,000" in text  # TOKEN_LIMIT
+
+
+def check_03(notebook: Any, folder: Path) -> None:
+    (calibration,) = calibrations(folder)
+    assert len(calibration) == 24 * 8
+    assert max(row["output_tokens"] for row in calibration) <= 100
+    assert max(value for row in calibration for value in row["args"].values()) <= 60
+    (metrics, *_) = sorted(folder.glob("step-*/metrics.jsonl"))
+    row = json.loads(metrics.read_text().splitlines()[0])
+    assert (row["rollouts"], row["max_tokens"]) == (12, 100)  # 2 × 6
+    assert row["learning_rate"] == 2e-3
+    for phase in ("before", "after"):
+        (file,) = folder.glob(f"{phase}-*/rollouts.jsonl")
+        assert len(file.read_text().splitlines()) == 3
+    assert "Token ceiling    5,000,000" in printed(notebook)
+
+
 def check_04(notebook: Any, folder: Path) -> None:
     (metrics,) = folder.glob("full-run-*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -157,6 +206,34 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
     "01_environment_and_grader": (
         {"A": 12, "B": 34, "ANSWER": "12 * 34 = 407\n407"},
         check_01,
+    ),
+    "02_calibration": (
+        {
+            "SEED": 3,
+            "MIN_OPERAND": 2,
+            "MAX_OPERAND": 12,
+            "TASKS": 3,
+            "GROUP_SIZE": 2,
+            "MAX_TOKENS": 48,
+            "SAMPLES": 2,
+            "HEAT_MAP_TASKS": 1,
+            "HEAT_MAP_GROUP_SIZE": 2,
+            "TOKEN_LIMIT": 5_000_000,
+        },
+        check_02,
+    ),
+    "03_one_update": (
+        {
+            "SEED": 1,
+            "MIN_OPERAND": 11,
+            "MAX_OPERAND": 60,
+            "GROUP_SIZE": 6,
+            "MAX_TOKENS": 100,
+            "LEARNING_RATE": 2e-3,
+            "EVALUATION_TASKS": 3,
+            "TOKEN_LIMIT": 5_000_000,
+        },
+        check_03,
     ),
     "04_full_run": (
         {

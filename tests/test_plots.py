@@ -13,7 +13,15 @@ from matplotlib.figure import Figure
 
 from rlhelpers import plots
 from rlhelpers.analysis import OUTCOMES
+from rlhelpers.calibration import GroupSummary
 from rlhelpers.metrics import StepMetrics
+
+SMALL, LARGE = (1, 9), (10, 99)
+CELLS = {
+    (SMALL, SMALL): GroupSummary(3, 1, 0.9, 0.2),
+    (SMALL, LARGE): GroupSummary(3, 2, 0.6, 0.5),
+    (LARGE, LARGE): GroupSummary(3, 2, 0.3, 0.4),
+}
 
 
 @pytest.fixture
@@ -50,6 +58,8 @@ def draw_all(metrics: list[StepMetrics], rollouts: list[Any]) -> list[Figure]:
         plots.plot_token_lengths(rollouts, rollouts, 160),
         plots.plot_advantages([1, 0, 0, 0], [1.5, -0.5, -0.5, -0.5]),
         plots.plot_calibration_bars(rollouts),
+        plots.plot_range_heatmap(CELLS),
+        plots.plot_logprob_changes([[0.1, 0.2], [-0.1]], [1.0, -1.0], ["a", "b"]),
     ]
 
 
@@ -159,3 +169,46 @@ def test_n05_a_notebook_cell_shows_exactly_one_image() -> None:
         for cell in notebook.cells
     ]
     assert images == [1, 0, 1]
+
+
+def written(figure: Figure, panel: int = 0) -> list[str]:
+    return [text.get_text() for text in figure.axes[panel].texts]
+
+
+def test_the_heat_map_writes_each_cell_and_leaves_gaps() -> None:
+    figure = plots.plot_range_heatmap(CELLS)
+    assert written(figure, 0) == ["0.90", "0.60", "0.30"]
+    assert written(figure, 1) == ["0.20", "0.50", "0.40"]
+    assert "3 groups per cell" in figure.axes[0].get_title()
+
+
+def test_the_signal_is_largest_at_one_half() -> None:
+    left, right = plots.plot_group_signal((2, 4)).axes
+    line = left.lines[0].get_xydata()
+    assert line[np.argmax(line[:, 1])] == pytest.approx([0.5, 0.5])
+    # half flat in groups of two at p = 0.5, an eighth in groups of four
+    middles = [float(line.get_xydata()[100][1]) for line in right.lines]
+    assert middles == pytest.approx([0.5, 0.125])
+
+
+def test_a_datum_is_drawn_target_by_target() -> None:
+    figure = plots.plot_datum(["a", " b", "\n"], [0, 1.5, 1.5], [0, -0.2, -0.1])
+    assert written(figure) == ["a", "masked", "␣b", "+1.50  -0.20", "⏎", "+1.50  -0.10"]
+    assert "3 targets: 1 masked (grey), 2 trained" in figure.axes[0].get_title()
+    with pytest.raises(ValueError, match="2 tokens, 1 advantages"):
+        plots.plot_datum(["a", "b"], [0], [0, 0])
+
+
+def test_changes_are_coloured_by_the_way_they_were_pushed() -> None:
+    figure = plots.plot_logprob_changes(
+        [[0.1, 0.3], [-0.2]], [1.0, -1.0], ["up", "down"]
+    )
+    dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    colors = [to_rgb(line.get_color()) for line in dots]
+    assert colors == [
+        to_rgb(plots.COLORS["correct"]),
+        to_rgb(plots.COLORS["wrong_integer"]),
+    ]
+    marks = [line for line in figure.axes[0].lines if line.get_marker() == "|"]
+    means = [line.get_xdata() for line in marks]
+    assert [float(np.ravel(x)[0]) for x in means] == pytest.approx([0.2, -0.2])
