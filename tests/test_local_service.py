@@ -683,7 +683,6 @@ def test_a_repeated_create_model_makes_one_model(wire: Wire) -> None:
 def test_unknown_routes_and_methods_are_404_with_a_message(wire: Wire) -> None:
     for method, url in (
         ("POST", f"{wire.training}/load_adapter"),
-        ("GET", f"{wire.training}/list_checkpoints"),
         ("GET", f"{wire.training}/forward_backward"),
         ("GET", wire.completions),
         ("DELETE", f"{wire.root}/v1/accounts"),
