@@ -31,13 +31,6 @@ TARGETS = [101, 108, 108, 111, 32, 119]
 
 
 @pytest.fixture
-def client(service: LocalService) -> Iterator[FiretitanServiceClient]:
-    opened = FiretitanServiceClient(base_url=service.base_url, api_key=service.api_key)
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
 def control(service: LocalService) -> Iterator[FireworksClient]:
     """The SDK's control-plane client."""
     root = service.base_url.removesuffix("/training/v1/serverless")

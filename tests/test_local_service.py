@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -31,26 +32,6 @@ PROMPT = list(range(40, 70))
 ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
 Client = FiretitanServiceClient
 Sampled = tuple[list[int], list[float], str]
-
-
-@pytest.fixture
-def connect(service: LocalService) -> Iterator[Callable[..., Client]]:
-    """Open SDK connections, to the module's service or another, closed at the end."""
-    opened: list[Client] = []
-
-    def open_client(to: LocalService = service) -> Client:
-        client = Client(base_url=to.base_url, api_key=to.api_key)
-        opened.append(client)
-        return client
-
-    yield open_client
-    for client in opened:
-        client.close()
-
-
-@pytest.fixture
-def client(connect: Callable[..., Client]) -> Client:
-    return connect()
 
 
 @pytest.fixture
@@ -760,7 +741,7 @@ def test_an_unknown_field_is_refused_by_name(wire: Wire) -> None:
             },
             "trains nothing",
         ),
-        (None, "LoRA"),
+        (None, "either a lora_config .* or base_only"),
     ],
 )
 def test_lora_settings_are_checked(
@@ -774,7 +755,7 @@ def test_lora_settings_are_checked(
     }
     answer = wire.post("create_model", body)
     assert answer.status_code == 400
-    assert named in message(answer)
+    assert re.search(named, message(answer))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import hmac
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .adapters import LoraSettings
-from .batches import parse_data
+from .batches import MAX_TARGETS, TrainingDatum, parse_data
 from .decoding import Completion
 from .engine import Engine, LoadedModel, ServiceClosed
 from .futures import Futures, Operation, Result, UnknownFuture, outcome
@@ -34,7 +34,7 @@ from .promotion import PromotedModel, parse_row_id, promote, row_id
 from .sampling import SamplingParams
 from .sessions import ClientModel, Registry, UnknownName
 from .store import ACCOUNT, CheckpointInfo, CheckpointRef, CheckpointStore
-from .trainer import AdamSettings
+from .trainer import AdamSettings, PassResult
 
 PREFIX = "/training/v1/serverless"
 TRAINING = f"{PREFIX}/api/v1"
@@ -134,33 +134,31 @@ class TrainingApi:
         return {"status": "accepted"}
 
     async def create_model(self, body: dict[str, Any]) -> Result:
-        """Load the base model and attach a new LoRA adapter."""
+        """Load the base model and attach a new LoRA adapter, or none (reference)."""
         _only(
             body,
             "session_id",
             "model_seq_id",
             "base_model",
             "lora_config",
+            "base_only",
             "user_metadata",
         )
         session = self.registry.session(body.get("session_id"))
         number = _integer(body, "model_seq_id")
         if number in session.created:
             return {"request_id": session.created[number]}
-        base_model, lora = body.get("base_model"), body.get("lora_config")
+        base_model = body.get("base_model")
         if not isinstance(base_model, str):
             raise Refused(f"base_model must be a name, got {base_model!r}")
-        if not isinstance(lora, Mapping):
-            raise Refused(
-                "create_model without lora_config: the local service trains LoRA "
-                "adapters only (reference models are not supported)"
-            )
-        settings = LoraSettings.from_wire(lora)
+        settings = _lora_settings(body)
 
         async def create() -> Result:
             loading = self.engine.call(lambda: self.engine.model(base_model))
             loaded = await asyncio.wrap_future(loading)
             model = self.registry.add_model(session, base_model, settings, number)
+            if settings is None:
+                return {"type": "create_model", "model_id": model.model_id}
             try:
                 await self._compute(
                     lambda: loaded.trainer.create(model.model_id, settings)
@@ -179,8 +177,8 @@ class TrainingApi:
         return {
             "type": "get_info",
             "model_id": model.model_id,
-            "is_lora": True,
-            "lora_rank": model.settings.rank,
+            "is_lora": model.settings is not None,
+            "lora_rank": model.settings.rank if model.settings else None,
             "model_data": {
                 "model_name": model.base_model,
                 "tokenizer_id": model.base_model,
@@ -233,19 +231,32 @@ class TrainingApi:
             loaded = self._loaded(model)
             # `forward` ignores the loss; its name still says which tensors to expect.
             loss_fn = str(request.get("loss_fn"))
-            config = resolve_config(loss_fn, request.get("loss_fn_config"))
+            wanted = request.get("loss_fn_config")
             data = parse_data(request.get("data"), loss_fn, loaded.limits)
-            result = loaded.trainer.run(
-                model.model_id, data, loss_fn, config, backward=backward
-            )
-            outputs = [{"logprobs": _tensor(values)} for values in result.logprobs]
+            top_k = 0
+            if not backward and isinstance(wanted, Mapping) and "top_k" in wanted:
+                top_k = _top_k(wanted["top_k"], data, loaded.base.vocab_size)
+                wanted = {k: v for k, v in wanted.items() if k != "top_k"}
+            config = resolve_config(loss_fn, wanted)
+            trainer = loaded.trainer
+            if model.settings is None:
+                result = trainer.run_base(data, loss_fn, config, top_k=top_k)
+            else:
+                result = trainer.run(
+                    model.model_id,
+                    data,
+                    loss_fn,
+                    config,
+                    backward=backward,
+                    top_k=top_k,
+                )
             return {
                 "loss_fn_output_type": f"{loss_fn}_output",
-                "loss_fn_outputs": outputs,
+                "loss_fn_outputs": _pass_outputs(data, result, top_k),
                 "metrics": result.metrics,
             }
 
-        return self._submit(model, body, compute)
+        return self._submit(model, body, compute, reference_too=not backward)
 
     async def optim_step(self, body: dict[str, Any]) -> Result:
         """One AdamW step."""
@@ -434,17 +445,26 @@ class TrainingApi:
         return self.engine.model(model.base_model)
 
     async def _unload(self, model: ClientModel) -> None:
+        if model.settings is None:
+            return
         await self._compute(lambda: self._loaded(model).trainer.unload(model.model_id))
 
     async def _compute(self, operation: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self.engine.call(operation))
 
     def _submit(
-        self, model: ClientModel, body: dict[str, Any], compute: Callable[[], Result]
+        self,
+        model: ClientModel,
+        body: dict[str, Any],
+        compute: Callable[[], Result],
+        *,
+        reference_too: bool = False,
     ) -> Result:
         """Queue an operation of ``model`` and answer with its ticket."""
         seq_id = _integer(body, "seq_id", least=1)
-        ticket = model.operations.submit(seq_id, lambda: self._compute(compute))
+        runs = model.settings is not None or reference_too
+        operation = compute if runs else _refuse_on_reference
+        ticket = model.operations.submit(seq_id, lambda: self._compute(operation))
         return {"request_id": ticket, "model_id": model.model_id}
 
     def _start(self, operation: Operation) -> str:
@@ -595,6 +615,40 @@ def _number(body: Mapping[str, Any], name: str, default: float) -> float:
     return number
 
 
+def _lora_settings(body: Mapping[str, Any]) -> LoraSettings | None:
+    """The adapter that ``create_model`` asks for; ``None`` for a reference model."""
+    lora = body.get("lora_config")
+    if body.get("base_only") is True and lora is None:
+        return None
+    if not isinstance(lora, Mapping) or body.get("base_only"):
+        raise Refused(
+            "create_model needs either a lora_config (the local service trains LoRA "
+            "adapters only) or base_only true (a reference model), and not both"
+        )
+    return LoraSettings.from_wire(lora)
+
+
+def _refuse_on_reference() -> Result:
+    raise Refused(
+        "a reference model is the bare base model and answers forward only: create a "
+        "LoRA training client to train, save or load"
+    )
+
+
+def _top_k(raw: Any, data: Sequence[TrainingDatum], vocab_size: int) -> int:
+    """How many tokens of each position ``forward`` shall list."""
+    number = not isinstance(raw, bool) and isinstance(raw, int | float)
+    if not number or not 1 <= raw <= vocab_size or raw != int(raw):
+        raise Refused(f"top_k must be an integer from 1 to {vocab_size}, got {raw!r}")
+    values = sum(len(datum) for datum in data) * int(raw)
+    if values > MAX_TARGETS:
+        raise Refused(
+            f"top_k {int(raw)} gives {values} values, more than {MAX_TARGETS}: lower "
+            "it or send fewer datums"
+        )
+    return int(raw)
+
+
 def _adam_settings(raw: Any) -> AdamSettings:
     if not isinstance(raw, Mapping):
         raise Refused("adam_params must be an object")
@@ -706,8 +760,22 @@ def _model_row(promoted: PromotedModel) -> Result:
     }
 
 
-def _tensor(values: list[float]) -> Result:
-    return {"data": values, "dtype": "float32", "shape": [len(values)]}
+def _pass_outputs(
+    data: Sequence[TrainingDatum], result: PassResult, top_k: int
+) -> list[Result]:
+    outputs = [
+        {"logprobs": _tensor(values, list(datum.targets.shape))}
+        for datum, values in zip(data, result.logprobs, strict=True)
+    ]
+    for output, datum, best in zip(outputs, data, result.top_k, strict=False):
+        shape = [len(datum), top_k]
+        output["top_k_logprobs"] = _tensor(best.logprobs, shape)
+        output["top_k_indices"] = {**_tensor(best.tokens, shape), "dtype": "int64"}
+    return outputs
+
+
+def _tensor(values: Sequence[float], shape: list[int]) -> Result:
+    return {"data": values, "dtype": "float32", "shape": shape}
 
 
 def _error(message: str, status: int, code: str = "bad_request") -> JSONResponse:

@@ -17,12 +17,12 @@ class UnknownName(LookupError):
 
 @dataclass
 class ClientModel:
-    """A LoRA model under training, as one client sees it."""
+    """What one client trains, a LoRA adapter, or refers to, the bare base model."""
 
     model_id: str
     session_id: str
     base_model: str
-    settings: LoraSettings
+    settings: LoraSettings | None  # None: the bare base model, as a reference
     operations: OrderedOperations
 
     @property
@@ -62,10 +62,15 @@ class Registry:
         return self.sessions[session_id]
 
     def add_model(
-        self, session: Session, base_model: str, settings: LoraSettings, number: int
+        self,
+        session: Session,
+        base_model: str,
+        settings: LoraSettings | None,
+        number: int,
     ) -> ClientModel:
-        """Register a new model under a run id of its own."""
-        model_id = f"run-{uuid.uuid4().hex}:train:{number}"
+        """Register a new model under a run id of its own; a reference has no run."""
+        name = uuid.uuid4().hex
+        model_id = f"run-{name}:train:{number}" if settings else f"base-{name}"
         model = ClientModel(
             model_id,
             session.session_id,
