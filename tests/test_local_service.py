@@ -678,7 +678,7 @@ def test_a_repeated_create_model_makes_one_model(wire: Wire) -> None:
 
 def test_unknown_routes_and_methods_are_404_with_a_message(wire: Wire) -> None:
     for method, url in (
-        ("POST", f"{wire.training}/load_adapter"),
+        ("POST", f"{wire.training}/weight_sync"),
         ("GET", f"{wire.training}/forward_backward"),
         ("GET", wire.completions),
         ("DELETE", f"{wire.root}/v1/accounts"),
@@ -687,6 +687,13 @@ def test_unknown_routes_and_methods_are_404_with_a_message(wire: Wire) -> None:
         answer = wire.http.request(method, url)
         assert answer.status_code == 404
         assert f"{method} {httpx.URL(url).path} is not supported" in message(answer)
+
+
+def test_health_and_capabilities(client: Client, wire: Wire) -> None:
+    assert wire.http.get(f"{wire.training}/healthz").json() == {"status": "ok"}
+    models = client.get_server_capabilities().supported_models
+    found = {model.model_name: model.max_context_length for model in models}
+    assert found[TINY] == found[OTHER] == CONTEXT
 
 
 def test_unknown_names_are_404(wire: Wire) -> None:
@@ -708,8 +715,8 @@ def test_an_unknown_field_is_refused_by_name(wire: Wire) -> None:
     answer = wire.http.post(wire.completions, json=completion_body(min_p=0.1))
     assert answer.status_code == 400
     assert "['min_p']" in message(answer)
-    answer = wire.http.post(wire.completions, json=completion_body(echo=True))
-    assert "['echo']" in message(answer)
+    answer = wire.http.post(wire.completions, json=completion_body(echo_last=3))
+    assert "['echo_last']" in message(answer)
     answer = wire.post("create_model", {"session_id": session, "projection": 3})
     assert "['projection']" in message(answer)
     step = {"model_id": model, "seq_id": 1, "adam_params": {"amsgrad": True}}
@@ -775,6 +782,7 @@ def test_lora_settings_are_checked(
         ({"stop": "END"}, "stop must be a list"),
         ({"stop": [""]}, "stop must be a list"),
         ({"stop": [3]}, "stop must be a list"),
+        ({"echo": "yes"}, "echo must be true or false"),
         ({"prompt": []}, "at least one token"),
         ({"prompt": "text"}, "list of token ids"),
         ({"prompt": [1, 259]}, "259, outside the vocabulary"),

@@ -28,9 +28,9 @@ from .batches import MAX_TARGETS, TrainingDatum, parse_data
 from .decoding import Completion
 from .engine import Engine, LoadedModel, ServiceClosed
 from .futures import Futures, Operation, Result, UnknownFuture, outcome
-from .loading import UnknownModel
+from .loading import UnknownModel, context_length_of
 from .losses import resolve_config
-from .promotion import PromotedModel, parse_row_id, promote, row_id
+from .promotion import PromotedModel, load_promoted, parse_row_id, promote, row_id
 from .sampling import SamplingParams
 from .sessions import ClientModel, Registry, UnknownName
 from .store import ACCOUNT, CheckpointInfo, CheckpointRef, CheckpointStore
@@ -80,6 +80,7 @@ class TrainingApi:
             "save_weights": self.save_weights,
             "save_weights_for_sampler": self.save_weights_for_sampler,
             "load_weights": self.load_weights,
+            "load_adapter": self.load_adapter,
             "retrieve_future": self.retrieve_future,
             "create_sampling_route": self.create_sampling_route,
         }
@@ -97,6 +98,12 @@ class TrainingApi:
             Route(
                 f"{TRAINING}/list_checkpoints",
                 self.training_checkpoints,
+                methods=["GET"],
+            ),
+            Route(f"{TRAINING}/healthz", self.health, methods=["GET"]),
+            Route(
+                f"{TRAINING}/get_server_capabilities",
+                self.capabilities,
                 methods=["GET"],
             ),
             Route("/v1/accounts", self.accounts, methods=["GET"]),
@@ -132,6 +139,18 @@ class TrainingApi:
     async def telemetry(self, body: dict[str, Any]) -> Result:
         """Accepted and dropped: nothing about the client leaves the machine."""
         return {"status": "accepted"}
+
+    async def health(self, request: Request) -> Response:
+        """It answers, so it is well."""
+        return JSONResponse({"status": "ok"})
+
+    async def capabilities(self, request: Request) -> Response:
+        """The base models that have a name here, and how long their context is."""
+        models = [
+            {"model_name": name, "max_context_length": context_length_of(folder)}
+            for name, folder in sorted(self.engine.models.items())
+        ]
+        return JSONResponse({"supported_models": models})
 
     async def create_model(self, body: dict[str, Any]) -> Result:
         """Load the base model and attach a new LoRA adapter, or none (reference)."""
@@ -344,6 +363,23 @@ class TrainingApi:
 
         return self._submit(model, body, compute)
 
+    async def load_adapter(self, body: dict[str, Any]) -> Result:
+        """Continue from a promoted model: its weights, with a fresh optimizer."""
+        model = self.registry.model(body.get("model_id"))
+
+        def compute() -> Result:
+            _only(body, "model_id", "seq_id", "adapter_path")
+            path = body.get("adapter_path")
+            weights = load_promoted(self.store, path, model.base_model)
+            self._loaded(model).trainer.load(model.model_id, weights, None)
+            return {
+                "type": "load_adapter",
+                "model_id": model.model_id,
+                "adapter_path": path,
+            }
+
+        return self._submit(model, body, compute)
+
     async def retrieve_future(self, body: dict[str, Any]) -> Result:
         """The result of an operation; waits for it a while."""
         ticket = body.get("request_id")
@@ -367,7 +403,8 @@ class TrainingApi:
             params = _sampling_params(body)
             sampled = self.engine.sample(weights, body.get("prompt"), params)
             completion = await asyncio.wrap_future(sampled)
-            if not all(map(math.isfinite, completion.logprobs)):
+            known = completion.prompt_logprobs + completion.logprobs
+            if not all(map(math.isfinite, known)):
                 raise Refused(
                     "the model's probabilities are not finite: its training has "
                     "diverged; go back to a checkpoint and lower the learning rate"
@@ -377,7 +414,7 @@ class TrainingApi:
             return _error(str(error), getattr(error, "status", 400))
         except ServiceClosed as error:
             return _error(str(error), 503, "closed")
-        event = json.dumps(_completion_event(completion, len(body["prompt"])))
+        event = json.dumps(_completion_event(completion, body["prompt"]))
         return Response(
             f"data: {event}\n\ndata: [DONE]\n\n",
             media_type="text/event-stream",
@@ -681,7 +718,7 @@ def _sampling_params(body: Mapping[str, Any]) -> SamplingParams:
         "raw_output",
         "logprobs",
         "perf_metrics_in_response",
-        *(["echo"] if body.get("echo") is False else []),
+        "echo",
     )
     if body.get("n") not in (None, 1):
         raise Refused(f"n must be 1, got {body['n']!r}: send one request per sample")
@@ -690,6 +727,8 @@ def _sampling_params(body: Mapping[str, Any]) -> SamplingParams:
     stop = body.get("stop") or []
     if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
         raise Refused(f"stop must be a list of non-empty strings, got {stop!r}")
+    if body.get("echo") not in (None, True, False):
+        raise Refused(f"echo must be true or false, got {body['echo']!r}")
     seed = body.get("seed")
     return SamplingParams(
         max_tokens=_integer(body, "max_tokens", least=1),
@@ -698,11 +737,17 @@ def _sampling_params(body: Mapping[str, Any]) -> SamplingParams:
         top_k=_integer({"top_k": body.get("top_k") or 0}, "top_k"),
         seed=None if seed is None else _integer(body, "seed"),
         stop=tuple(stop),
+        echo=bool(body.get("echo")),
     )
 
 
-def _completion_event(completion: Completion, prompt_tokens: int) -> Result:
+def _completion_event(completion: Completion, prompt: list[int]) -> Result:
+    # With `echo` tokens and log-probabilities start with the prompt's.
+    echoed = prompt if completion.prompt_logprobs else []
     content = [
+        {"token_id": token, "logprob": raw, "sampling_logprob": None}
+        for token, raw in zip(echoed, completion.prompt_logprobs, strict=True)
+    ] + [
         {"token_id": token, "logprob": raw, "sampling_logprob": sampled}
         for token, raw, sampled in zip(
             completion.tokens,
@@ -717,14 +762,14 @@ def _completion_event(completion: Completion, prompt_tokens: int) -> Result:
                 "index": 0,
                 "text": "",
                 "finish_reason": completion.finish_reason,
-                "raw_output": {"completion_token_ids": completion.tokens},
+                "raw_output": {"completion_token_ids": echoed + completion.tokens},
                 "logprobs": {"content": content},
             }
         ],
         "usage": {
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": len(prompt),
             "completion_tokens": len(completion.tokens),
-            "total_tokens": prompt_tokens + len(completion.tokens),
+            "total_tokens": len(prompt) + len(completion.tokens),
         },
         # Without it the SDK warns and keeps its window of parallel requests small.
         "perf_metrics": {"prefill-queue-duration": 0},

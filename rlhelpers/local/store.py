@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -332,21 +331,18 @@ def write_adapter(
     (folder / _CONFIG).write_text(json.dumps(peft_config, indent=1))
 
 
-def same_adapter(folder: Path, base_model: str, weights: AdapterWeights) -> bool:
-    """Whether ``folder`` holds just what :func:`write_adapter` would write."""
+def read_adapter(folder: Path) -> tuple[str, AdapterWeights]:
+    """Base model and weights from what :func:`write_adapter` wrote."""
     try:
         config = json.loads((folder / _CONFIG).read_text())
-        tensors = load_file(folder / _ADAPTER)
-    except (OSError, ValueError, SafetensorError):
-        return False
-    settings = weights.settings
-    wanted = (base_model, settings.rank, settings.alpha)
-    written = ("base_model_name_or_path", "r", "lora_alpha")
-    return (
-        tuple(config.get(key) for key in written) == wanted
-        and tensors.keys() == weights.tensors.keys()
-        and all(torch.equal(t.cpu(), weights.tensors[n]) for n, t in tensors.items())
-    )
+        settings = LoraSettings(int(config["r"]), int(config["lora_alpha"]))
+        base_model = str(config["base_model_name_or_path"])
+        return base_model, AdapterWeights(settings, load_file(folder / _ADAPTER))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"adapter {folder.name!r} is damaged ({error}); delete its folder and "
+            "promote again"
+        ) from error
 
 
 def _write_manifest(

@@ -257,9 +257,15 @@ class PolicyTrainer:
             name: tuple(p.shape) for name, p in adapter.parameters.items()
         }:
             raise AdapterError(
-                f"the checkpoint's adapter (rank {weights.settings.rank}) does not fit "
+                f"the saved adapter (rank {weights.settings.rank}) does not fit "
                 f"this model's (rank {adapter.settings.rank}); create the model with "
-                "the rank and train_* flags of the checkpoint"
+                "the rank and train_* flags of the saved one"
+            )
+        if weights.settings.alpha != adapter.settings.alpha:
+            raise AdapterError(
+                f"the saved adapter has lora_alpha {weights.settings.alpha}, this "
+                f"model {adapter.settings.alpha}: the same weights would act "
+                "differently; create the model with the saved one's lora_alpha"
             )
         with torch.no_grad():
             for name, parameter in adapter.parameters.items():
