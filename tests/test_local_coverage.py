@@ -20,6 +20,8 @@ ENDPOINTS = dict(re.findall(r"^\| `((?:GET|POST|DELETE) \w+)` \| (\w+)", README,
 REFUSED = {
     f"POST {name}": ("POST", f"{TRAINING}/{name}")
     for name in ("asample", "create_sampling_session", "weight_sync")
+} | {
+    "GET get_server_capabilities": ("GET", f"{TRAINING}/get_server_capabilities"),
 }
 
 

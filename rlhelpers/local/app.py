@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,7 +28,7 @@ from .batches import MAX_TARGETS, TrainingDatum, parse_data
 from .decoding import Completion
 from .engine import Engine, LoadedModel, ServiceClosed
 from .futures import Futures, Operation, Result, UnknownFuture, outcome
-from .loading import UnknownModel, context_length_of
+from .loading import UnknownModel
 from .losses import resolve_config
 from .promotion import PromotedModel, load_promoted, parse_row_id, promote, row_id
 from .sampling import SamplingParams
@@ -100,14 +100,8 @@ class TrainingApi:
                 self.training_checkpoints,
                 methods=["GET"],
             ),
-            Route(f"{TRAINING}/healthz", self.health, methods=["GET"]),
-            Route(
-                f"{TRAINING}/get_server_capabilities",
-                self.capabilities,
-                methods=["GET"],
-            ),
             Route("/v1/accounts", self.accounts, methods=["GET"]),
-            Route(session, self.delete_session, methods=["DELETE"]),
+            Route(session, _refusals(self.delete_session), methods=["DELETE"]),
             Route(
                 f"{session}/checkpoints", _refusals(self.checkpoints), methods=["GET"]
             ),
@@ -140,18 +134,6 @@ class TrainingApi:
         """Accepted and dropped: nothing about the client leaves the machine."""
         return {"status": "accepted"}
 
-    async def health(self, request: Request) -> Response:
-        """It answers, so it is well."""
-        return JSONResponse({"status": "ok"})
-
-    async def capabilities(self, request: Request) -> Response:
-        """The base models that have a name here, and how long their context is."""
-        models = [
-            {"model_name": name, "max_context_length": context_length_of(folder)}
-            for name, folder in sorted(self.engine.models.items())
-        ]
-        return JSONResponse({"supported_models": models})
-
     async def create_model(self, body: dict[str, Any]) -> Result:
         """Load the base model and attach a new LoRA adapter, or none (reference)."""
         _only(
@@ -175,6 +157,8 @@ class TrainingApi:
         async def create() -> Result:
             loading = self.engine.call(lambda: self.engine.model(base_model))
             loaded = await asyncio.wrap_future(loading)
+            if session.session_id not in self.registry.sessions:
+                raise Refused("the session has ended: connect again")
             model = self.registry.add_model(session, base_model, settings, number)
             if settings is None:
                 return {"type": "create_model", "model_id": model.model_id}
@@ -205,7 +189,7 @@ class TrainingApi:
         }
 
     async def unload_model(self, body: dict[str, Any]) -> Result:
-        """Free a model; its checkpoints stay."""
+        """Free a model after its last operation; its checkpoints stay."""
         model = self.registry.model(body.get("model_id"))
 
         async def unload() -> Result:
@@ -213,7 +197,8 @@ class TrainingApi:
             self.registry.models.pop(model.model_id, None)
             return {"type": "unload_model", "model_id": model.model_id}
 
-        return {"request_id": self._start(unload), "model_id": model.model_id}
+        ticket = model.operations.finish(unload)
+        return {"request_id": ticket, "model_id": model.model_id}
 
     async def weights_info(self, body: dict[str, Any]) -> Result:
         """What a client must know to create a model that fits a checkpoint."""
@@ -431,12 +416,10 @@ class TrainingApi:
     async def delete_session(self, request: Request) -> Response:
         """End a session: its models and sampler checkpoints go."""
         session_id = request.path_params["session_id"]
-        session = self.registry.sessions.pop(session_id, None)
-        if session is None:
-            return _error(f"session {session_id!r} is not open", 404)
-        for model_id in session.model_ids:
-            if (model := self.registry.models.pop(model_id, None)) is not None:
-                await self._unload(model)
+        self.registry.session(session_id)
+        for model in self.registry.close_session(session_id):
+            await model.operations.abort("the session has ended: connect again")
+            await self._unload(model)
         self.store.close_session(session_id)
         return JSONResponse({})
 
@@ -566,7 +549,7 @@ def build_app(api: TrainingApi, api_key: str) -> ASGIApp:
         routes=api.routes(),
         exception_handlers={
             404: _not_supported,
-            405: _not_supported,
+            405: _wrong_method,
             Exception: _internal_error,
         },
     )
@@ -605,6 +588,8 @@ async def _read_object(request: Request) -> dict[str, Any]:
         body = json.loads(await request.body())
     except RecursionError:
         raise Refused("the body is nested too deeply") from None
+    except ClientDisconnect:
+        raise Refused("the client hung up before the body's end") from None
     except UnicodeDecodeError as error:
         raise Refused(f"the body is not UTF-8: {error}") from None
     if not isinstance(body, dict):
@@ -843,6 +828,17 @@ async def _not_supported(request: Request, error: Exception) -> Response:
         404,
         "not_supported",
     )
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    allowed = (getattr(error, "headers", None) or {}).get("Allow", "another method")
+    answer = _error(
+        f"{request.url.path} takes {allowed}, not {request.method}",
+        405,
+        "method_not_allowed",
+    )
+    answer.headers["Allow"] = allowed
+    return answer
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

@@ -53,6 +53,7 @@ class Sequence:
     prompt: tuple[int, ...]
     params: SamplingParams
     on_done: Callable[[Completion], None]
+    on_failed: Callable[[Exception], None]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
@@ -287,14 +288,10 @@ class Decoder:
     def _admit(self) -> None:
         if not self._waiting:
             return
-        if not self._decoding:
+        while self._waiting and not self._decoding:
             snapshot = next(iter(self._waiting))
-            if snapshot != self._snapshot:
-                self._load(snapshot)
-                self._snapshot = snapshot
-                self._prefixes.clear()
-                for tile in self._tiles:
-                    tile.cache.clear()
+            if snapshot == self._snapshot or self._switch_to(snapshot):
+                break
         # A snapshot that others wait behind gets no newcomers: its turn must end.
         crowded = len(self._waiting) > 1 and self._decoding
         queue = self._waiting.get(self._snapshot or "")
@@ -303,6 +300,21 @@ class Decoder:
         while queue:
             self._seat(queue)
         del self._waiting[self._snapshot or ""]
+
+    def _switch_to(self, snapshot: str) -> bool:
+        """Load other weights; if that fails, so do those who wait for them."""
+        self._snapshot = None  # until all of it is loaded
+        self._prefixes.clear()
+        for tile in self._tiles:
+            tile.cache.clear()
+        try:
+            self._load(snapshot)
+        except Exception as error:
+            for sequence in self._waiting.pop(snapshot):
+                sequence.on_failed(error)
+            return False
+        self._snapshot = snapshot
+        return True
 
     def _seat(self, queue: deque[Sequence]) -> None:
         """Move sequences into the free rows of one tile; sample their first token."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,15 +77,6 @@ def load_base_model(name: str, models: dict[str, Path], device: str) -> BaseMode
         vocab_size=int(trainable.config.vocab_size),
         end_token_ids=_end_token_ids(trainable, tokenizer),
     )
-
-
-def context_length_of(folder: Path) -> int | None:
-    """The context of the model in ``folder``; ``None`` if there is no such model."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        return int(config["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _is_file(path: Path) -> bool:

@@ -48,6 +48,7 @@ class Registry:
     futures: Futures
     sessions: dict[str, Session] = field(default_factory=dict)
     models: dict[str, ClientModel] = field(default_factory=dict)
+    runs: dict[str, str] = field(default_factory=dict)  # run_id → its base model
 
     def open_session(self) -> Session:
         """A new session."""
@@ -79,9 +80,18 @@ class Registry:
             OrderedOperations(self.futures),
         )
         self.models[model_id] = model
+        self.runs[model.run_id] = base_model
         session.model_ids.append(model_id)
         session.base_model = session.base_model or base_model
         return model
+
+    def close_session(self, session_id: str) -> list[ClientModel]:
+        """Forget a session with its runs; returns its models that are still loaded."""
+        session = self.sessions.pop(session_id)
+        for model_id in session.model_ids:
+            self.runs.pop(model_id.split(":", 1)[0], None)
+        found = [self.models.pop(model_id, None) for model_id in session.model_ids]
+        return [model for model in found if model is not None]
 
     def model(self, model_id: object) -> ClientModel:
         """The model of that id."""
@@ -113,9 +123,8 @@ class Registry:
 
     def _checkpoint(self, path: str, session_id: str | None) -> Weights:
         ref = CheckpointRef.parse(path)
-        for model in self.models.values():
-            if model.run_id == ref.run_id:
-                return Weights(model.base_model, ref, session_id)
+        if ref.run_id in self.runs:
+            return Weights(self.runs[ref.run_id], ref, session_id)
         raise UnknownName(
             f"sampler {path!r} belongs to no run of this service: sampler checkpoints "
             "go when their session ends"

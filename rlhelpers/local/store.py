@@ -130,13 +130,7 @@ class CheckpointStore:
 
     def close_session(self, session_id: str) -> None:
         """Remove a session with its sampler checkpoints (training ones stay)."""
-        folder = self._session_dir(session_id)
-        # Away in one move first: nobody may see a checkpoint that is half gone.
-        going = folder.with_name(f".draft-{secrets.token_hex(8)}")
-        with contextlib.suppress(OSError):
-            os.rename(folder, going)
-        for path in (going, folder):
-            shutil.rmtree(path, ignore_errors=True)
+        _remove_session(self._session_dir(session_id))
 
     def save(
         self,
@@ -278,7 +272,7 @@ class CheckpointStore:
         sessions = self.state_dir / "sessions"
         for session in sessions.glob("ts-*"):
             if not _owner_is_alive(session):
-                shutil.rmtree(session, ignore_errors=True)
+                _remove_session(session)
         drafts = [
             *sessions.glob(".draft-*"),
             *(self.state_dir / "checkpoints").glob("*/*/.draft-*"),
@@ -403,6 +397,15 @@ def _digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return "unreadable"
+
+
+def _remove_session(folder: Path) -> None:
+    # Away in one move first: nobody may see a checkpoint that is half gone.
+    going = folder.with_name(f".draft-{secrets.token_hex(8)}")
+    with contextlib.suppress(OSError):
+        os.rename(folder, going)
+    for path in (going, folder):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _owner_is_alive(session: Path) -> bool:

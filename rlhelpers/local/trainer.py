@@ -306,7 +306,7 @@ class PolicyTrainer:
             loss_sum += float(loss.detach())
             if LOSSES[loss_fn].uses_clip:
                 clipped += clipped_tokens(lp, inputs, settings)
-            parts = lp.detach().split([datum.targets.numel() for datum in batch])
+            parts = torch.split(lp.detach(), [datum.targets.numel() for datum in batch])
             for index, part in zip(indices, parts, strict=True):
                 logprobs[index] = part.tolist()
             if top_k:
@@ -402,7 +402,9 @@ def _top(
     found = torch.log_softmax(logits, dim=-1).topk(count)
     lengths = [len(datum) for datum in batch]
     for logprobs, tokens in zip(
-        found.values.split(lengths), found.indices.split(lengths), strict=True
+        torch.split(found.values, lengths),
+        torch.split(found.indices, lengths),
+        strict=True,
     ):
         yield TopTokens(logprobs.flatten().tolist(), tokens.flatten().tolist())
 
