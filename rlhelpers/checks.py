@@ -6,13 +6,19 @@ A checker never raises for a wrong answer: it says what is wrong and what to thi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 
 from rlhelpers.advantages import group_relative_advantages, sample_std
-from rlhelpers.analysis import OUTCOMES, classify_outcome, expected_flat_share
+from rlhelpers.analysis import (
+    OUTCOMES,
+    classify_outcome,
+    exact_mcnemar,
+    expected_flat_share,
+)
 
 _LABELLED = Path(__file__).resolve().parents[1] / "data" / "labelled_answers.jsonl"
 
@@ -303,3 +309,81 @@ def check_on_policy_loss(rollouts: Sequence[tuple[float, int]], answer: object) 
     else:
         print("✗ not yet: each token adds minus ratio times advantage; the ratio is 1")
     return False
+
+
+def check_mcnemar(fixed: int, regressed: int, answer: object) -> bool:
+    """Notebook 05: the exact two-sided p-value of a change, to two decimals."""
+    if answer is ...:
+        print("… replace the ... with a number between 0 and 1")
+        return False
+    if isinstance(answer, bool) or not isinstance(answer, int | float):
+        print(f"✗ a p-value is a number between 0 and 1, got {answer!r}")
+        return False
+    if not 0 <= answer <= 1:
+        print(f"✗ a p-value lies between 0 and 1, got {answer:g}")
+        return False
+    n, few = fixed + regressed, min(fixed, regressed)
+    right = exact_mcnemar(regressed, fixed)
+    if abs(answer - right) <= 0.006:
+        ways = [math.comb(n, k) for k in range(few + 1)]
+        total = " + ".join(map(str, ways))
+        print(f"✓ right: 2 × ({total}) / 2^{n} = {right:.4f}")
+        return True
+    if abs(answer - right / 2) <= 0.003:
+        print("✗ that is one side: a split as uneven the other way counts as well")
+    elif abs(answer - 2 * math.comb(n, few) / 2**n) <= 0.003:
+        print(
+            f"✗ that is {few} of {n} alone: count the splits that are more uneven too"
+        )
+    else:
+        print(f"✗ not yet: toss {n} fair coins; how often do {few} or fewer, or")
+        print(f"  {n - few} or more, fall on one side?")
+    return False
+
+
+def check_transitions(
+    transitions: Mapping[tuple[str, str], int], answer: Mapping[str, object]
+) -> bool:
+    """Notebook 05: four numbers read off a transition table.
+
+    Args:
+        transitions: (cause before, cause after) → tasks.
+        answer: ``right_before``, ``right_after``, ``fixed`` and ``regressed``, in
+            tasks; ``...`` where not done yet.
+
+    Returns:
+        Whether all four are right.
+    """
+
+    def tasks(before: bool, after: bool) -> int:
+        return sum(
+            count
+            for (old, new), count in transitions.items()
+            if (old == "correct") == before and (new == "correct") == after
+        )
+
+    stayed, fixed, regressed = tasks(True, True), tasks(False, True), tasks(True, False)
+    right = {
+        "right_before": (stayed + regressed, "add up the row of tasks correct before"),
+        "right_after": (stayed + fixed, "add up the column of tasks correct after"),
+        "fixed": (fixed, "that column, without the tasks that were right all along"),
+        "regressed": (regressed, "that row, without the tasks that stayed right"),
+    }
+    swapped = {"right_before": stayed + fixed, "right_after": stayed + regressed}
+    swapped |= {"fixed": regressed, "regressed": fixed}
+    passed = True
+    for name, (value, hint) in right.items():
+        given = answer.get(name, ...)
+        if given == value and not isinstance(given, bool):
+            print(f"✓ {name}: {value}")
+            continue
+        passed = False
+        if given is ...:
+            print(f"… {name}: replace the ... with a number of tasks")
+        elif given == swapped[name]:
+            print(
+                f"✗ {name}: {given} if rows were after; rows are before, columns after"
+            )
+        else:
+            print(f"✗ {name}: not {given!r}; {hint}")
+    return passed

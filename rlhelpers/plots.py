@@ -15,19 +15,22 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import PowerNorm, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from rlhelpers.analysis import (
+    CAUSES,
     LABELS,
     OUTCOMES,
+    Comparison,
     OutcomeSummary,
     Rollout,
     expected_flat_share,
     records_by_task,
     summarize_outcomes,
+    tokens_by_cause,
     wilson_interval,
 )
 from rlhelpers.calibration import GroupSummary
@@ -481,6 +484,147 @@ def plot_who_does_what(*, backend: str = "local") -> Figure:
     return _finished(figure)
 
 
+def plot_transitions(transitions: Mapping[tuple[str, str], int]) -> Figure:
+    """Where each task was before training, and where it is after: a heat map.
+
+    Green frames the tasks that were fixed, orange those that regressed; the diagonal
+    holds what did not move.
+
+    Args:
+        transitions: (cause before, cause after) → tasks, as in ``Comparison``; pairs
+            that are left out count as 0.
+    """
+    counts = np.array([[transitions.get((b, a), 0) for a in CAUSES] for b in CAUSES])
+    labels = [LABELS[cause].replace(" hit", "").replace(" ", "\n") for cause in CAUSES]
+    fixed, regressed = counts[1:, 0].sum(), counts[0, 1:].sum()
+    with _style():
+        figure, axes = plt.subplots(figsize=(6.4, 4.6))
+        top = max(int(counts.max()), 1)
+        axes.imshow(counts, cmap="Blues", norm=PowerNorm(0.5, 0, top), aspect="auto")
+        for (row, column), count in np.ndenumerate(counts):
+            dark = count > 0.45 * top
+            axes.text(
+                column,
+                row,
+                str(count),
+                ha="center",
+                va="center",
+                color="white" if dark else "black" if count else "#999999",
+                weight="bold" if count else "normal",
+            )
+        for corner, width, height, key, label in (
+            ((-0.46, 0.54), 0.92, 2.92, "correct", f"fixed: {fixed}"),
+            ((0.54, -0.46), 2.92, 0.92, "wrong_integer", f"regressed: {regressed}"),
+        ):
+            axes.add_patch(
+                Rectangle(
+                    corner,
+                    width,
+                    height,
+                    fill=False,
+                    lw=2.5,
+                    ec=COLORS[key],
+                    label=label,
+                )
+            )
+        axes.set_xticks(range(len(CAUSES)), labels)
+        axes.set_yticks(range(len(CAUSES)), labels)
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        axes.set(xlabel="after training", ylabel="before training")
+        axes.set_title(f"{counts.sum()} tasks, before and after training")
+        figure.legend(loc="outside lower center", ncols=2)
+    return _finished(figure)
+
+
+def plot_tokens_by_cause(before: Iterable[Rollout], after: Iterable[Rollout]) -> Figure:
+    """Where the output tokens went, before and after, by what became of the reply.
+
+    Args:
+        before, after: Rollouts of the same tasks.
+    """
+    sides = {"before": list(before), "after": list(after)}
+    spent = {side: tokens_by_cause(rollouts) for side, rollouts in sides.items()}
+    totals = {side: sum(tokens.values()) for side, tokens in spent.items()}
+    with _style():
+        figure, axes = plt.subplots(figsize=(8, 2.7))
+        for row, (side, tokens) in enumerate(spent.items()):
+            left = 0
+            for cause in CAUSES:
+                axes.barh(
+                    row,
+                    tokens[cause],
+                    left=left,
+                    height=0.62,
+                    color=COLORS[cause],
+                    edgecolor="white",
+                    hatch="///" if cause == "token_limit" else None,
+                    label=LABELS[cause] if row == 0 else None,
+                )
+                if tokens[cause] > 0.08 * max(totals.values()):
+                    _segment_label(axes, left, row, tokens[cause], totals[side])
+                left += tokens[cause]
+        axes.set_yticks(range(len(spent)), list(spent))
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("output tokens, all replies together")
+        axes.set_title(
+            f"Tokens by cause: {totals['before']:,} in {len(sides['before'])} replies "
+            f"before, {totals['after']:,} in {len(sides['after'])} after"
+        )
+        figure.legend(loc="outside lower center", ncols=4)
+    return _finished(figure)
+
+
+def plot_accuracy_by_range(
+    comparisons: Mapping[str, Comparison], *, trained: str | None = None
+) -> Figure:
+    """Accuracy before and after on several operand ranges, with 95 % intervals.
+
+    Args:
+        comparisons: Name of the range → the same tasks before and after.
+        trained: The range that training covered; its background is shaded.
+    """
+    names = list(comparisons)
+    with _style():
+        figure, axes = plt.subplots(figsize=(8, 4))
+        if trained in names:
+            centre = names.index(trained)
+            axes.axvspan(centre - 0.5, centre + 0.5, color="#F0F0F0", zorder=0)
+        for offset, side, marker in ((-0.1, "before", "o"), (0.1, "after", "D")):
+            for position, comparison in enumerate(comparisons.values()):
+                summary = getattr(comparison, side)
+                low, high = wilson_interval(summary.correct, summary.n)
+                share = summary.correct / summary.n
+                axes.errorbar(
+                    position + offset,
+                    share,
+                    yerr=[[share - low], [max(0.0, high - share)]],
+                    fmt=marker,
+                    color=COLORS[side],
+                    capsize=3,
+                    label=side if position == 0 else None,
+                )
+        labels = [
+            f"{name}\n{comparison.before.n} tasks"
+            + ("\n(trained range)" if name == trained else "")
+            for name, comparison in comparisons.items()
+        ]
+        axes.set_xticks(range(len(names)), labels)
+        axes.tick_params(axis="x", length=0)
+        axes.grid(axis="x", visible=False)
+        axes.set(xlim=(-0.5, len(names) - 0.5), ylim=(-0.02, 1.02))
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.set(xlabel="operands", ylabel="accuracy, greedy")
+        axes.set_title(
+            f"Accuracy on {len(names)} operand ranges (bars: 95 % intervals)"
+        )
+        axes.legend(loc="lower left")
+    return _finished(figure)
+
+
 # Panels of the dashboard
 
 
@@ -685,6 +829,18 @@ def _stacked_row(axes: Axes, row: int, rollouts: Sequence[Rollout]) -> None:
                 hatch="///" if cut_off else None,
             )
             left += width
+
+
+def _segment_label(axes: Axes, left: int, row: int, tokens: int, total: int) -> None:
+    axes.text(
+        left + tokens / 2,
+        row,
+        f"{tokens:,} ({tokens / total:.0%})",
+        ha="center",
+        va="center",
+        fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+    )
 
 
 def _outcome_legend(figure: Figure) -> None:

@@ -16,10 +16,12 @@ from rlhelpers.checks import (
     check_advantages,
     check_datum_rows,
     check_flat_share,
+    check_mcnemar,
     check_on_policy_loss,
     check_remedies,
     check_spread,
     check_three_outcomes,
+    check_transitions,
     labelled_answers,
 )
 
@@ -227,4 +229,63 @@ def test_on_policy_loss_solved() -> None:
 )
 def test_on_policy_loss_rejects(answer: object, said: str, capsys: Capture) -> None:
     assert not check_on_policy_loss([(0.71, 30), (-0.71, 150)], answer)
+    assert said in capsys.readouterr().out
+
+
+def test_mcnemar_solved(capsys: Capture) -> None:
+    # 2 × (1 + 10 + 45) / 1024 = 0.109
+    assert check_mcnemar(fixed=8, regressed=2, answer=0.11)
+    assert "2 × (1 + 10 + 45) / 2^10 = 0.1094" in capsys.readouterr().out
+    assert check_mcnemar(fixed=0, regressed=1, answer=1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (..., "replace the ..."),
+        ("0.11", "a number between 0 and 1"),
+        (True, "a number between 0 and 1"),
+        (11, "lies between 0 and 1, got 11"),
+        (0.055, "one side"),
+        (0.088, "2 of 10 alone"),
+        (0.2, "toss 10 fair coins"),
+    ],
+)
+def test_mcnemar_rejects(answer: object, said: str, capsys: Capture) -> None:
+    assert not check_mcnemar(fixed=8, regressed=2, answer=answer)
+    assert said in capsys.readouterr().out
+
+
+MOVED = {
+    ("correct", "correct"): 9,
+    ("correct", "wrong_integer"): 3,
+    ("token_limit", "correct"): 3,
+    ("token_limit", "token_limit"): 1,
+    ("invalid_final_line", "correct"): 2,
+    ("wrong_integer", "wrong_integer"): 2,
+}
+READ = {"right_before": 12, "right_after": 14, "fixed": 5, "regressed": 3}
+
+
+def test_transitions_solved() -> None:
+    assert check_transitions(MOVED, READ)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("right_before", ..., "replace the ..."),
+        ("right_before", 14, "rows are before"),
+        ("right_after", 12, "rows are before"),
+        ("fixed", 3, "rows are before"),
+        ("regressed", 5, "rows are before"),
+        ("right_before", 9, "add up the row"),
+        ("fixed", 14, "without the tasks that were right all along"),
+        ("regressed", "three", "not 'three'"),
+    ],
+)
+def test_transitions_rejects(
+    name: str, value: object, said: str, capsys: Capture
+) -> None:
+    assert not check_transitions(MOVED, {**READ, name: value})
     assert said in capsys.readouterr().out
