@@ -381,7 +381,7 @@ def plot_transitions(transitions: Mapping[tuple[str, str], int]) -> Figure:
         axes.tick_params(length=0)
         axes.grid(visible=False)
         axes.set(xlabel="after training", ylabel="before training")
-        axes.set_title(f"{counts.sum()} tasks: from each cause to each cause")
+        axes.set_title(f"{counts.sum()} tasks, before and after training")
         figure.legend(loc="outside lower center", ncols=2)
     return _finished(figure)
 

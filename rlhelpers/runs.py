@@ -321,7 +321,7 @@ def published_run(path: str | Path | None = None) -> PublishedRun:
     try:
         values = json.loads(source.read_text(encoding="utf-8"))
         sides = {name: OutcomeSummary(**values.pop(name)) for name in _SIDES}
-        published = PublishedRun(**values, **sides)
+        published = PublishedRun(**values, before=sides["before"], after=sides["after"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{source.name} is not a published run: {error}") from error
     for name, side in sides.items():

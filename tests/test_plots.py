@@ -181,7 +181,7 @@ def test_transition_cells_show_the_counts() -> None:
     assert len(cells) == 16
     labels = [patch.get_label() for patch in axes.patches]
     assert labels == ["fixed: 4", "regressed: 2"]
-    assert "15 tasks" in axes.get_title()
+    assert axes.get_title() == "15 tasks, before and after training"
 
 
 def test_token_bars_add_up_to_the_tokens_spent(record: Callable[..., Any]) -> None:
