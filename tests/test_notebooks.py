@@ -152,6 +152,34 @@ def check_04(notebook: Any, folder: Path) -> None:
     assert "6 training tasks, 6 held out, operands 2 to 12" in text
 
 
+def check_05(notebook: Any, folder: Path) -> None:
+    (short,) = folder.glob("short-run-*/metrics.jsonl")  # there was no run to read
+    rows = [json.loads(line) for line in short.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert {row["max_tokens"] for row in rows} == {96}
+    assert json.loads(short.with_name("resume.json").read_text())["seed"] == 5
+    (ranges,) = folder.glob("ranges-*/rollouts.jsonl")
+    records = [json.loads(line) for line in ranges.read_text().splitlines()]
+    counts = {
+        phase: sum(record["phase"] == phase for record in records)
+        for phase in dict.fromkeys(record["phase"] for record in records)
+    }
+    assert counts == {
+        "again": 6,
+        "base 2-9": 6,
+        "trained 2-9": 6,
+        "base 100-120": 6,
+        "trained 100-120": 6,
+    }
+    low = [r["args"].values() for r in records if r["phase"] == "base 2-9"]
+    assert all(2 <= operand <= 9 for operands in low for operand in operands)
+    assert max(record["output_tokens"] for record in records) <= 96
+    text = printed(notebook)
+    assert "no finished run here" in text
+    assert "2 steps on tiny-arithmetic, 6 held-out tasks" in text
+    assert "6 of 6 replies are as recorded after training" in text
+
+
 Check = Callable[[Any, Path], None]
 CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
     "01_environment_and_grader": (
@@ -172,6 +200,16 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "INTERRUPT_AFTER": 1,
         },
         check_04,
+    ),
+    "05_before_and_after": (
+        {
+            "SEED": 5,
+            "EVALUATION_TASKS": 6,
+            "MAX_TOKENS": 96,
+            "RANGES": [[2, 9], [100, 120]],
+            "STEPS": 2,
+        },
+        check_05,
     ),
 }
 
