@@ -26,6 +26,7 @@ from hud.utils.time import now_iso
 from rlhelpers.analysis import classify_outcome
 from rlhelpers.datums import RolloutFailed, check_run
 from rlhelpers.metrics import RolloutRecord
+from rlhelpers.refusals import explained
 from rlhelpers.usage import BusyClock, TokenLimitReached, TokenUsage
 
 if TYPE_CHECKING:
@@ -218,11 +219,16 @@ class PolicySampler:
         Raises:
             PromptTooLong: Prompt and ``max_tokens`` exceed the context; not sent.
             TokenLimitReached: The session's token limit would be passed; not sent.
+            ServiceRefused: The service refused; the message says why.
             ValueError: The reply holds a token that the tokenizer does not know.
         """
         check_context(len(prompt_ids), settings.max_tokens, self.preset.context)
         bound = {"prefill": len(prompt_ids), "sampled": settings.max_tokens}
-        with self.usage.reserve(**bound) as spend, self.clock.busy():
+        with (
+            self.usage.reserve(**bound) as spend,
+            self.clock.busy(),
+            explained(self.preset),
+        ):
             response = await self.client.sample_async(
                 prompt=fireworks_types.ModelInput.from_ints(list(prompt_ids)),
                 num_samples=1,

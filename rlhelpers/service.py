@@ -47,7 +47,6 @@ from rlhelpers.models import (
     resolve_preset,
 )
 from rlhelpers.preflight import (
-    KEY_VARIABLE,
     LOOPBACK,
     Banner,
     check_prices,
@@ -59,6 +58,7 @@ from rlhelpers.preflight import (
     remote_key,
     warn_if_unlike,
 )
+from rlhelpers.refusals import explained
 from rlhelpers.sampling import PolicySampler
 from rlhelpers.usage import TokenUsage
 
@@ -71,10 +71,6 @@ if TYPE_CHECKING:
 
 # Said by the SDK on paths that are right for us, so a reader need not see them.
 _HARMLESS = ("base_model is ignored for serverless base-only sampling",)
-
-
-class ServiceRefused(RuntimeError):
-    """The training service refused to open a session, a run or a sampler."""
 
 
 class TrainingSession:
@@ -156,7 +152,7 @@ class TrainingSession:
         the account's run quota.
         """
         if self._training_client is None:
-            with _explained(self.preset):
+            with explained(self.preset):
                 client = self.service_client.create_lora_training_client(
                     base_model=self.preset.base_model,
                     rank=self.preset.lora_rank,
@@ -182,7 +178,7 @@ class TrainingSession:
     # -- samplers -----------------------------------------------------------------
 
     def _sampler(self, snapshot: str, **target: str) -> PolicySampler:
-        with _explained(self.preset):
+        with explained(self.preset):
             client = self.service_client.create_sampling_client(
                 tokenizer=self.tokenizer,
                 # One controller per sampler: each sampler has an event loop of its own.
@@ -297,7 +293,7 @@ class TrainingSession:
             if with_optimizer
             else service.create_training_client_from_state
         )
-        with _explained(self.preset):
+        with explained(self.preset):
             client = create(reference.path)
         self._training_client = _counted(client, self.usage)
 
@@ -402,51 +398,13 @@ def _counted(
         usage.charge(trained=_tokens(data))
         return forward_backward(data, *rest, **options)
 
-    client.forward = counted_forward  # type: ignore[method-assign]
-    client.forward_backward = counted_forward_backward  # type: ignore[method-assign]
+    client.forward = counted_forward
+    client.forward_backward = counted_forward_backward
     return client
 
 
 def _tokens(data: Sequence[Datum]) -> int:
     return sum(datum.model_input.length for datum in data)
-
-
-# What an HTTP status means for whoever opens a session, a run or a sampler.
-_REMEDIES = {
-    400: "base model {model} may be misspelt or retired; look it up in the service's "
-    "list of models, and use a preset with that id and that model's tokenizer",
-    401: f"the API key was refused; check {KEY_VARIABLE}, or api_key",
-    402: "the account's balance does not cover it; see its billing page",
-    403: "this account may not train {model}; ask for access, or use another model",
-    429: "the account's limit of open runs or requests is reached; close other "
-    "sessions, or wait a few minutes",
-    503: "the service is unavailable; nothing is wrong with the parameters, try later",
-}
-_REMEDIES |= {404: _REMEDIES[400], 409: _REMEDIES[429]}
-
-
-@contextlib.contextmanager
-def _explained(preset: ModelPreset) -> Iterator[None]:
-    """Say what a refusal of the service means, and what to do about it."""
-    try:
-        yield
-    except Exception as error:
-        status = _status(error)
-        remedy = _REMEDIES.get(503 if status >= 500 else status)
-        if remedy is None:
-            raise
-        named = remedy.format(model=repr(preset.base_model))
-        raise ServiceRefused(f"{named} (status {status}: {error})") from error
-
-
-def _status(error: Exception) -> int:
-    """The HTTP status behind an SDK error, or 0 if there is none."""
-    for source in (error, getattr(error, "response", None)):
-        status = getattr(source, "status_code", None)
-        if isinstance(status, int):
-            return status
-    # A failed operation carries no status, only whose fault it was.
-    return 400 if str(getattr(error, "category", "")).lower().endswith("user") else 0
 
 
 _TASKS: set[asyncio.Task[None]] = set()
@@ -659,7 +617,7 @@ def connect(
     def open_service() -> FiretitanServiceClient:
         # The address is always explicit: a half-set environment would otherwise send
         # training traffic to the public host.
-        with _sdk_telemetry(on=not on_loopback), _explained(preset):
+        with _sdk_telemetry(on=not on_loopback), explained(preset):
             return FiretitanServiceClient(api_key=key, base_url=url)
 
     try:

@@ -19,6 +19,7 @@ from typing import Any
 
 import papermill
 import pytest
+from fireworks.training.sdk import Datum
 from hud.eval.runtime import LocalRuntime
 from noise_policy import env, plain
 
@@ -27,8 +28,10 @@ from rlhelpers.local import LocalService, server
 from rlhelpers.metrics import read_metrics, read_resume_state, read_rollouts
 from rlhelpers.models import PRESETS, TINY_POLICY_FOLDER, ModelPreset
 from rlhelpers.preflight import MissingKey, TokenizerUnavailable
-from rlhelpers.service import ServiceRefused, TrainingSession, connect
-from rlhelpers.training import TrainConfig, evaluate, train
+from rlhelpers.refusals import ServiceRefused
+from rlhelpers.sampling import SamplingSettings
+from rlhelpers.service import TrainingSession, connect
+from rlhelpers.training import TrainConfig, evaluate, train, train_step
 from rlhelpers.usage import TokenLimitReached
 
 KEY = "fw_secret_0123456789"
@@ -259,8 +262,10 @@ async def test_every_way_to_train_is_counted_first(
             client.forward_backward([datum], "importance_sampling")
         with pytest.raises(TokenLimitReached):
             await client.forward_async([datum], "importance_sampling")
+        targets = {"target_tokens": datum.loss_fn_inputs["target_tokens"]}
+        plain_datum = Datum(model_input=datum.model_input, loss_fn_inputs=targets)
         with pytest.raises(TokenLimitReached):
-            await client.forward_backward_custom_async([datum], _no_loss)
+            await client.forward_backward_custom_async([plain_datum], _no_loss)
         assert count(events, "forward") + count(events, "forward_backward") == sent
 
         # A client made by a resume is counted as well.
@@ -377,7 +382,7 @@ def test_the_banner_shows_no_password_of_an_address() -> None:
     assert preflight.host_of("https://me:secret@a.example:8/x") == "a.example:8"
 
 
-def test_an_unknown_base_model_is_explained_before_it_is_sampled(
+async def test_an_unknown_base_model_is_explained(
     endpoint: LocalService, paid: ModelPreset, tmp_path: Path, events: list[str]
 ) -> None:
     retired = dataclasses.replace(paid, base_model="accounts/fireworks/models/gone")
@@ -385,8 +390,12 @@ def test_an_unknown_base_model_is_explained_before_it_is_sampled(
         with pytest.raises(ServiceRefused, match="models/gone.*retired"):
             _ = session.training_client
         with pytest.raises(ServiceRefused, match="models/gone.*retired"):
-            session.base_sampler()
-    assert COMPLETIONS not in events
+            await session.base_sampler().sample([5, 6], SamplingSettings(4), seed=0)
+        # The step that would train it stops before it samples anything.
+        sampled = events.count(COMPLETIONS)
+        with pytest.raises(ServiceRefused, match="models/gone"):
+            await train_step(session, [plain(1)], run_dir=tmp_path / "run")
+    assert events.count(COMPLETIONS) == sampled
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from rlhelpers.datums import make_datum
 from rlhelpers.local import LocalService
 from rlhelpers.models import ModelPreset
 from rlhelpers.preflight import Banner, MissingKey
-from rlhelpers.service import ServiceRefused, TrainingSession, connect
+from rlhelpers.refusals import ServiceRefused
+from rlhelpers.service import TrainingSession, connect
 from rlhelpers.usage import PlannedWork
 
 KEY = "fw_secret_0123456789"
