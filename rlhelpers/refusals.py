@@ -14,8 +14,9 @@ class ServiceRefused(RuntimeError):
 
 # What an HTTP status means for whoever opens a session, a run or a sampler, or samples.
 _REMEDIES = {
-    400: "base model {model} may be misspelt or retired; look it up in the service's "
-    "list of models, and use a preset with that id and that model's tokenizer",
+    400: "the request was refused; if the service does not know base model {model}, "
+    "it is misspelt or retired: look it up in the service's list of models, and use a "
+    "preset with that id and that model's tokenizer",
     401: "the API key was refused; check FIREWORKS_API_KEY, or api_key",
     402: "the account's balance does not cover it; see its billing page",
     403: "this account may not train {model}; ask for access, or use another model",
