@@ -12,7 +12,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from rlhelpers import plots
-from rlhelpers.analysis import OUTCOMES
+from rlhelpers.analysis import (
+    OUTCOMES,
+    OutcomeSummary,
+    summarize_outcomes,
+    wilson_interval,
+)
 from rlhelpers.metrics import StepMetrics
 
 
@@ -50,6 +55,7 @@ def draw_all(metrics: list[StepMetrics], rollouts: list[Any]) -> list[Figure]:
         plots.plot_token_lengths(rollouts, rollouts, 160),
         plots.plot_advantages([1, 0, 0, 0], [1.5, -0.5, -0.5, -0.5]),
         plots.plot_calibration_bars(rollouts),
+        plots.plot_checkpoints(metrics, {0: summarize_outcomes(rollouts)}),
     ]
 
 
@@ -159,3 +165,30 @@ def test_n05_a_notebook_cell_shows_exactly_one_image() -> None:
         for cell in notebook.cells
     ]
     assert images == [1, 0, 1]
+
+
+def test_checkpoints_show_their_intervals(metrics: list[StepMetrics]) -> None:
+    evaluations = {
+        step: OutcomeSummary(40, correct, 40 - correct, 0, 0, 30.0)
+        for step, correct in ((8, 36), (0, 28))
+    }
+    figure = plots.plot_checkpoints(metrics, evaluations)
+    (axes,) = figure.axes
+    assert axes.get_title() == "2 checkpoints, each on 40 held-out tasks"
+    assert axes.get_xlabel() == "training step"
+    assert axes.get_ylabel()
+    (container,) = axes.containers
+    points, _, (bars,) = container.lines  # type: ignore[attr-defined]
+    assert list(points.get_xdata()) == [0, 8]  # in order, whatever order they came in
+    assert list(points.get_ydata()) == pytest.approx([0.7, 0.9])
+    ends = [tuple(segment[:, 1]) for segment in bars.get_segments()]
+    wanted = [wilson_interval(28, 40), wilson_interval(36, 40)]
+    assert np.array(ends) == pytest.approx(np.array(wanted))
+    assert axes.get_xlim()[0] < 0
+
+
+def test_checkpoints_without_an_evaluation_are_refused(
+    metrics: list[StepMetrics],
+) -> None:
+    with pytest.raises(ValueError, match="no evaluations"):
+        plots.plot_checkpoints(metrics, {})

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from rlhelpers.metrics import ResumeState, StepMetrics
 from rlhelpers.models import PRESETS
 from rlhelpers.runs import FinishedRun, find_run, short_run
 from rlhelpers.service import connect
+from rlhelpers.training import TrainConfig
 
 
 @pytest.fixture
@@ -79,3 +81,44 @@ async def test_which_run_counts_as_full(run: FinishedRun, preset: Any) -> None:
     assert not run.is_full(dataclasses.replace(same, evaluation_tasks=4))
     assert not run.is_full(dataclasses.replace(same, learning_rate=1e-3))
     assert not run.is_full(dataclasses.replace(same, operands=(10, 20)))
+
+
+def test_checkpoints_of_an_interrupted_run(tmp_path: Path) -> None:
+    """Steps 1 to 4 ran under one id of the service, 5 to 7 under another."""
+    first, second = "local/run-" + "a" * 32, "local/run-" + "b" * 32
+    metrics = tuple(
+        StepMetrics.example(
+            step=step,
+            snapshot=f"{first if step <= 4 else second}/policy-{step - 1:04d}-0a1b2c3d",
+        )
+        for step in range(1, 8)
+    )
+    state = ResumeState(
+        run_id="full-run",
+        next_step=8,
+        seed=0,
+        pool_position=7,
+        checkpoint=f"{second}/final-state",
+        base_model="local/noise",
+        model="noise",
+        config={"steps": 7, "checkpoint_every": 2},
+    )
+    assert FinishedRun(tmp_path, state, metrics, (), ()).checkpoints == {
+        2: f"{first}/state-0002",
+        4: f"{first}/state-0004",
+        6: f"{second}/state-0006",
+        7: f"{second}/final-state",
+    }
+
+
+async def test_every_checkpoint_of_a_run_can_be_resumed(
+    preset: Any, tmp_path: Path
+) -> None:
+    config = TrainConfig.from_preset(preset, steps=3, checkpoint_every=1)
+    with connect(model=preset, runs_dir=tmp_path, quiet=True) as session:
+        run = await short_run(
+            session, config=config, evaluation_tasks=3, progress=False
+        )
+        assert list(run.checkpoints) == [1, 2, 3]
+        for path in run.checkpoints.values():
+            session.resume(path)
