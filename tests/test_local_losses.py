@@ -97,6 +97,21 @@ def test_cispo_clamps_the_weight_and_never_the_gradient(
     assert gradient[0] != 0.0
 
 
+def test_dro_by_hand() -> None:
+    """-(lp A - beta/2 (lp - q)^2), and nothing at all on a token without advantage."""
+    inputs = {"logprobs": [-1.0, -1.0, 0.0], "advantages": [2.0, -2.0, 0.0]}
+    value, gradient = value_and_gradient("dro", [-3.0, -2.0, -5.0], **inputs)
+    # By default beta is 0.05: 6 + 0.025 * 4 and -4 + 0.025 * 1.
+    np.testing.assert_allclose(value, [6.1, -3.975, 0.0], rtol=1e-12)
+    # The derivative is -A + beta (lp - q).
+    np.testing.assert_allclose(gradient, [-2.1, 1.95, 0.0], rtol=1e-12)
+    value, gradient = value_and_gradient(
+        "dro", [-3.0, -2.0, -5.0], {"beta": 1.0}, **inputs
+    )
+    np.testing.assert_allclose(value, [8.0, -3.5, 0.0], rtol=1e-12)
+    np.testing.assert_allclose(gradient, [-4.0, 1.0, 0.0], rtol=1e-12)
+
+
 def test_clip_bounds_are_taken_from_the_config() -> None:
     config = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
     lp = [math.log(r) for r in (0.1, 3.0, 5.0)]
@@ -124,6 +139,9 @@ def _reference(
         case "cispo":
             weight = np.minimum(np.maximum(np.exp(frozen - q), 0.8), 1.2)
             return float(-(weight * lp * a).sum())
+        case "dro":
+            penalty = np.where(a != 0, 0.5 * 0.05 * (lp - q) ** 2, 0.0)
+            return float(-(lp * a - penalty).sum())
     raise AssertionError(name)
 
 
@@ -189,6 +207,11 @@ def test_config_defaults_and_overrides() -> None:
         ("cispo", {"clip_low_threshold": 1.3}, "0 <= low <= high"),
         ("ppo", {"clip_low_threshold": -0.1}, "0 <= low <= high"),
         ("ppo", {"clip_high_threshold": math.nan}, "0 <= low <= high"),
+        ("ppo", {"clip_high_threshold": 10**400}, "too large"),
+        ("dro", {"beta": math.inf}, "too large"),
+        ("dro", {"beta": math.nan}, "must not be negative"),
+        ("dro", {"beta": -0.1}, "must not be negative"),
+        ("dro", {"clip_low_threshold": 0.8}, "known: beta"),
     ],
 )
 def test_unusable_config_is_refused(
@@ -200,7 +223,7 @@ def test_unusable_config_is_refused(
 
 def test_missing_and_surplus_inputs_are_named() -> None:
     policy = frozenset({"target_tokens", "logprobs", "advantages"})
-    for name in ("importance_sampling", "ppo", "cispo"):
+    for name in ("importance_sampling", "ppo", "cispo", "dro"):
         check_inputs(name, policy)
         with pytest.raises(LossError, match=r"\['advantages'\], which are missing"):
             check_inputs(name, policy - {"advantages"})

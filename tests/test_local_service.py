@@ -246,12 +246,13 @@ def expected_loss(name: str, lp: np.ndarray, q: np.ndarray, a: np.ndarray) -> fl
             "importance_sampling": -ratio * a,
             "ppo": -np.minimum(ratio * a, clipped * a),
             "cispo": -clipped * lp * a,
+            "dro": -(lp * a - 0.025 * (lp - q) ** 2 * (a != 0)),
         }[name].sum()
     )
 
 
 @pytest.mark.parametrize(
-    "loss", ["cross_entropy", "importance_sampling", "ppo", "cispo"]
+    "loss", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 )
 def test_forward_backward_reports_the_summed_loss(policy: Any, loss: str) -> None:
     lp = np.array(fixed_logprobs(policy))
@@ -288,6 +289,20 @@ def test_clip_thresholds_are_passed_on(policy: Any) -> None:
     config = {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}
     result = policy.forward_backward(data, "ppo", config).result()
     assert result.metrics["loss:sum"] == pytest.approx(-12.0, rel=1e-5)
+
+
+def test_the_dro_penalty_is_set_by_beta(policy: Any) -> None:
+    lp = np.array(fixed_logprobs(policy))
+    inputs = {"logprobs": (lp - 2.0).tolist(), "advantages": [1.0] * 5 + [0.0]}
+    data = [datum(FIXED_TOKENS, target_tokens=FIXED_TARGETS, **inputs)]
+    losses = [
+        policy.forward_backward(data, "dro", {"beta": beta}).result().metrics
+        for beta in (0.0, 0.5)
+    ]
+    # Five tokens at 2 from the sampling policy: 5 * 0.5 / 2 * 2^2.
+    difference = losses[1]["loss:sum"] - losses[0]["loss:sum"]
+    assert difference == pytest.approx(5.0, rel=1e-4)
+    assert losses[0]["loss:sum"] == pytest.approx(-lp[:5].sum(), rel=1e-4)
 
 
 def test_advantages_move_the_logprobs_they_belong_to(
@@ -683,7 +698,6 @@ def test_a_repeated_create_model_makes_one_model(wire: Wire) -> None:
 def test_unknown_routes_and_methods_are_404_with_a_message(wire: Wire) -> None:
     for method, url in (
         ("POST", f"{wire.training}/load_adapter"),
-        ("GET", f"{wire.training}/list_checkpoints"),
         ("GET", f"{wire.training}/forward_backward"),
         ("GET", wire.completions),
         ("DELETE", f"{wire.root}/v1/accounts"),

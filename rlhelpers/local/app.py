@@ -14,6 +14,7 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -29,9 +30,10 @@ from .engine import Engine, LoadedModel, ServiceClosed
 from .futures import Futures, Operation, Result, UnknownFuture, outcome
 from .loading import UnknownModel
 from .losses import resolve_config
+from .promotion import PromotedModel, parse_row_id, promote, row_id
 from .sampling import SamplingParams
 from .sessions import ClientModel, Registry, UnknownName
-from .store import ACCOUNT, CheckpointRef, CheckpointStore
+from .store import ACCOUNT, CheckpointInfo, CheckpointRef, CheckpointStore
 from .trainer import AdamSettings
 
 PREFIX = "/training/v1/serverless"
@@ -81,7 +83,7 @@ class TrainingApi:
             "retrieve_future": self.retrieve_future,
             "create_sampling_route": self.create_sampling_route,
         }
-        account = f"/v1/accounts/{ACCOUNT}"
+        session = f"/v1/accounts/{ACCOUNT}/trainingSessions/{{session_id}}"
         return [
             *(
                 Route(f"{TRAINING}/{name}", _json_handler(handler), methods=["POST"])
@@ -92,11 +94,20 @@ class TrainingApi:
                 self.completions,
                 methods=["POST"],
             ),
-            Route("/v1/accounts", self.accounts, methods=["GET"]),
             Route(
-                f"{account}/trainingSessions/{{session_id}}",
-                self.delete_session,
-                methods=["DELETE"],
+                f"{TRAINING}/list_checkpoints",
+                self.training_checkpoints,
+                methods=["GET"],
+            ),
+            Route("/v1/accounts", self.accounts, methods=["GET"]),
+            Route(session, self.delete_session, methods=["DELETE"]),
+            Route(
+                f"{session}/checkpoints", _refusals(self.checkpoints), methods=["GET"]
+            ),
+            Route(
+                f"{session}/checkpoints/{{checkpoint_id}}:promote",
+                _refusals(self.promote),
+                methods=["POST"],
             ),
         ]
 
@@ -381,6 +392,42 @@ class TrainingApi:
         self.store.close_session(session_id)
         return JSONResponse({})
 
+    async def training_checkpoints(self, request: Request) -> Response:
+        """Training checkpoints of every run, oldest first, as loadable references."""
+        found = await asyncio.to_thread(self.store.listing)
+        paths = [info.ref.path for info in found if info.kind == "training"]
+        return JSONResponse({"checkpoints": paths})
+
+    async def checkpoints(self, request: Request) -> Response:
+        """Both kinds of checkpoint of a session, oldest first, in pages."""
+        session_id = request.path_params["session_id"]
+        size = _query_integer(request, "pageSize", default=200, least=1)
+        start = _query_integer(request, "pageToken", default=0)
+        found = await asyncio.to_thread(self.store.listing, session_id=session_id)
+        if not found:
+            self.registry.session(session_id)
+        page = found[start : start + size]
+        rows = [_checkpoint_row(info) for info in page]
+        answer: Result = {"trainingSessionCheckpoints": rows}
+        if start + size < len(found):
+            answer["nextPageToken"] = str(start + size)
+        return JSONResponse(answer)
+
+    async def promote(self, request: Request) -> Response:
+        """Make a sampler checkpoint a model of its own: a PEFT adapter folder."""
+        body = await _read_object(request)
+        _only(body, "output_model", "base_model")
+        ref = parse_row_id(request.path_params["checkpoint_id"])
+        promoted = await asyncio.to_thread(
+            promote,
+            self.store,
+            request.path_params["session_id"],
+            ref,
+            body.get("output_model"),
+            body.get("base_model"),
+        )
+        return JSONResponse({"model": _model_row(promoted)})
+
     # --- helpers ---------------------------------------------------------------
 
     def _loaded(self, model: ClientModel) -> LoadedModel:
@@ -470,11 +517,20 @@ def build_app(api: TrainingApi, api_key: str) -> ASGIApp:
 
 
 def _json_handler(handler: Callable[[dict[str, Any]], Awaitable[Result]]) -> Handler:
-    """A route from a function of the body; its errors become HTTP errors."""
+    """A route from a function of the body."""
+
+    async def handle(request: Request) -> Response:
+        return JSONResponse(await handler(await _read_object(request)))
+
+    return _refusals(handle)
+
+
+def _refusals(handler: Handler) -> Handler:
+    """``handler`` with its errors as HTTP errors."""
 
     async def handle(request: Request) -> Response:
         try:
-            return JSONResponse(await handler(await _read_object(request)))
+            return await handler(request)
         except (UnknownName, UnknownModel) as error:
             return _error(str(error), 404, "not_found")
         except ServiceClosed as error:
@@ -515,6 +571,13 @@ def _integer(body: Mapping[str, Any], name: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise Refused(f"{name} must be an integer from {least} up, got {value!r}")
     return value
+
+
+def _query_integer(request: Request, name: str, default: int, least: int = 0) -> int:
+    text = request.query_params.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < least:
+        raise Refused(f"{name} must be an integer from {least} up, got {text!r}")
+    return int(text)
 
 
 def _number(body: Mapping[str, Any], name: str, default: float) -> float:
@@ -611,6 +674,35 @@ def _completion_event(completion: Completion, prompt_tokens: int) -> Result:
         },
         # Without it the SDK warns and keeps its window of parallel requests small.
         "perf_metrics": {"prefill-queue-duration": 0},
+    }
+
+
+def _checkpoint_row(info: CheckpointInfo) -> Result:
+    session = f"accounts/{ACCOUNT}/trainingSessions/{info.session_id}"
+    purpose = "INFERENCE" if info.kind == "sampler" else "TRAINING"
+    created = datetime.fromtimestamp(info.created, UTC)
+    return {
+        "name": f"{session}/checkpoints/{row_id(info.ref)}",
+        "checkpointType": f"CHECKPOINT_TYPE_{purpose}_LORA",
+        "promotable": info.kind == "sampler",
+        "createTime": created.isoformat().replace("+00:00", "Z"),
+        "baseModel": info.base_model,
+        "sizeBytes": info.size,
+        "path": info.ref.path,
+    }
+
+
+def _model_row(promoted: PromotedModel) -> Result:
+    return {
+        "name": promoted.name,
+        "state": "READY",
+        "kind": "HF_PEFT_ADDON",
+        "peftDetails": {
+            "baseModel": promoted.base_model,
+            "r": promoted.rank,
+            "targetModules": promoted.target_modules,
+        },
+        "localFolder": str(promoted.folder.resolve()),
     }
 
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_LARGEST = torch.finfo(torch.float32).max
+
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
 TokenLoss = Callable[[Tensor, Inputs, Config], Tensor]
@@ -60,6 +62,18 @@ def cispo(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     return -weight * lp * inputs["advantages"]
 
 
+def dro(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    """``-(lp * A - beta / 2 * (lp - q)^2)`` where ``A != 0``, else 0 (DRO, 2024).
+
+    The quadratic term pulls back towards the sampling policy. It is gated to tokens
+    with an advantage, as in the Fireworks cookbook: ``q`` is a mere 0 on a prompt.
+    """
+    advantages = inputs["advantages"]
+    drift = lp - inputs["logprobs"]
+    penalty = 0.5 * config["beta"] * drift.square() * (advantages != 0)
+    return penalty - lp * advantages
+
+
 @dataclass(frozen=True)
 class Loss:
     """One loss with the tensors it reads and the settings it takes."""
@@ -81,6 +95,7 @@ LOSSES: dict[str, Loss] = {
     "importance_sampling": Loss(importance_sampling, _POLICY_INPUTS),
     "ppo": Loss(ppo, _POLICY_INPUTS, defaults=_CLIP_DEFAULTS, uses_clip=True),
     "cispo": Loss(cispo, _POLICY_INPUTS, defaults=_CLIP_DEFAULTS, uses_clip=True),
+    "dro": Loss(dro, _POLICY_INPUTS, defaults={"beta": 0.05}),
 }
 
 
@@ -111,7 +126,11 @@ def resolve_config(name: str, config: Mapping[str, object] | None) -> dict[str, 
             )
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise LossError(f"loss_fn_config[{key!r}] must be a number, got {value!r}")
+        if abs(value) > _LARGEST:
+            raise LossError(f"loss_fn_config[{key!r}] is too large: {value!r}")
         resolved[key] = float(value)
+    if not resolved.get("beta", 0.0) >= 0.0:  # false for NaN, too
+        raise LossError(f"beta must not be negative, got {resolved['beta']}")
     if loss.uses_clip:
         low, high = resolved["clip_low_threshold"], resolved["clip_high_threshold"]
         if not 0.0 <= low <= high:

@@ -6,6 +6,7 @@ moments, and stays::
 
     <state>/sessions/<session>/<account>/<run>/<name>/     sampler
     <state>/checkpoints/<account>/<run>/<name>/            training
+    <state>/promoted/<model>/                              promoted: see promotion.py
 
 Each is a folder with ``adapter_model.safetensors`` and ``adapter_config.json`` (the
 form PEFT reads), ``optimizer.safetensors`` for training, and ``checkpoint.json``.
@@ -21,11 +22,13 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -93,6 +96,21 @@ class Checkpoint:
     optimizer_state: dict[str, Tensor] | None
 
 
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One line of a listing: what there is, without its tensors.
+
+    ``created`` is in seconds since 1970, ``size`` in bytes over all files.
+    """
+
+    ref: CheckpointRef
+    kind: Kind
+    session_id: str
+    base_model: str
+    created: float
+    size: int
+
+
 class CheckpointStore:
     """The checkpoints of every session that uses one state folder."""
 
@@ -113,7 +131,13 @@ class CheckpointStore:
 
     def close_session(self, session_id: str) -> None:
         """Remove a session with its sampler checkpoints (training ones stay)."""
-        shutil.rmtree(self._session_dir(session_id), ignore_errors=True)
+        folder = self._session_dir(session_id)
+        # Away in one move first: nobody may see a checkpoint that is half gone.
+        going = folder.with_name(f".draft-{secrets.token_hex(8)}")
+        with contextlib.suppress(OSError):
+            os.rename(folder, going)
+        for path in (going, folder):
+            shutil.rmtree(path, ignore_errors=True)
 
     def save(
         self,
@@ -131,16 +155,11 @@ class CheckpointStore:
                 f"checkpoint {ref.path} exists already and is not overwritten; "
                 "choose another name"
             )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.parent / f".draft-{secrets.token_hex(8)}"
-        draft.mkdir()
-        try:
-            _write_contents(draft, kind, ref, base_model, weights, optimizer_state)
-            os.rename(draft, target)
-            _sync_folder(target.parent)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
+        with whole_folder(target) as draft:
+            write_adapter(draft, base_model, weights.modules(), weights)
+            if optimizer_state is not None:
+                _save_tensors(optimizer_state, draft / _OPTIMIZER)
+            _write_manifest(draft, kind, session_id, ref, base_model, weights.settings)
 
     def load(
         self, kind: Kind, ref: CheckpointRef, session_id: str | None = None
@@ -168,12 +187,37 @@ class CheckpointStore:
         """The manifest of a training checkpoint: base model, LoRA settings."""
         return _read_manifest(self._locate("training", ref, None))
 
+    def listing(
+        self, *, session_id: str | None = None, run_id: str | None = None
+    ) -> list[CheckpointInfo]:
+        """Every complete checkpoint, of one session or one run if asked, oldest first.
+
+        A checkpoint whose description cannot be read is left out.
+        """
+        found = [
+            info
+            for folder in self._folders(session_id)
+            if run_id in (None, folder.parent.name)
+            and (info := _read_info(folder)) is not None
+            and session_id in (None, info.session_id)
+        ]
+        return sorted(found, key=lambda info: (info.created, info.ref.path))
+
     def names(self, run_id: str) -> list[str]:
         """Names of a run's training checkpoints, oldest first."""
-        folder = self.state_dir / "checkpoints" / ACCOUNT / run_id
-        found = [path for path in folder.glob("*") if (path / _MANIFEST).is_file()]
-        found.sort(key=lambda path: (_read_manifest(path)["created"], path.name))
-        return [path.name for path in found]
+        found = self.listing(run_id=run_id)
+        return [info.ref.name for info in found if info.kind == "training"]
+
+    def _folders(self, session_id: str | None) -> Iterator[Path]:
+        """Folders that may hold a checkpoint: no drafts, and only proper names."""
+        sessions = self.state_dir / "sessions"
+        pattern = "ts-*" if session_id is None else self._session_dir(session_id).name
+        for path in (
+            *sessions.glob(f"{pattern}/{ACCOUNT}/run-*/*"),
+            *(self.state_dir / "checkpoints").glob(f"{ACCOUNT}/run-*/*"),
+        ):
+            if _LABEL.fullmatch(path.name) and _RUN.fullmatch(path.parent.name):
+                yield path
 
     def _locate(self, kind: Kind, ref: CheckpointRef, session_id: str | None) -> Path:
         sampler = self._find_sampler(ref, session_id)
@@ -185,7 +229,8 @@ class CheckpointStore:
         if kind == "sampler" and training.is_dir():
             raise CheckpointError(
                 f"{ref.path} is a training checkpoint (save_state): load it into a "
-                "training client and save a sampler checkpoint to sample from it"
+                "training client and save a sampler checkpoint to sample from it "
+                "or promote it"
             )
         if kind == "training" and sampler is not None:
             raise CheckpointError(
@@ -238,6 +283,7 @@ class CheckpointStore:
         drafts = [
             *sessions.glob(".draft-*"),
             *(self.state_dir / "checkpoints").glob("*/*/.draft-*"),
+            *(self.state_dir / "promoted").glob(".draft-*"),
         ]
         for draft in drafts:
             # Another live service may be writing a younger one, or just have ended it.
@@ -246,17 +292,32 @@ class CheckpointStore:
                     shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write_contents(
-    folder: Path,
-    kind: Kind,
-    ref: CheckpointRef,
-    base_model: str,
-    weights: AdapterWeights,
-    optimizer_state: Mapping[str, Tensor] | None,
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A draft to write into, which becomes ``target`` when all went well.
+
+    It reaches the disk before it gets its name; after an error nothing is left.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.parent / f".draft-{secrets.token_hex(8)}"
+    draft.mkdir()
+    try:
+        yield draft
+        for path in draft.iterdir():
+            _sync_file(path)
+        _sync_folder(draft)
+        os.rename(draft, target)
+        _sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def write_adapter(
+    folder: Path, base_model: str, target_modules: list[str], weights: AdapterWeights
 ) -> None:
+    """Write the two files that PEFT reads."""
     _save_tensors(weights.tensors, folder / _ADAPTER)
-    if optimizer_state is not None:
-        _save_tensors(optimizer_state, folder / _OPTIMIZER)
     peft_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -265,24 +326,49 @@ def _write_contents(
         "lora_alpha": weights.settings.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": weights.modules(),
+        "target_modules": target_modules,
         "inference_mode": True,
     }
     (folder / _CONFIG).write_text(json.dumps(peft_config, indent=1))
+
+
+def same_adapter(folder: Path, base_model: str, weights: AdapterWeights) -> bool:
+    """Whether ``folder`` holds just what :func:`write_adapter` would write."""
+    try:
+        config = json.loads((folder / _CONFIG).read_text())
+        tensors = load_file(folder / _ADAPTER)
+    except (OSError, ValueError, SafetensorError):
+        return False
+    settings = weights.settings
+    wanted = (base_model, settings.rank, settings.alpha)
+    written = ("base_model_name_or_path", "r", "lora_alpha")
+    return (
+        tuple(config.get(key) for key in written) == wanted
+        and tensors.keys() == weights.tensors.keys()
+        and all(torch.equal(t.cpu(), weights.tensors[n]) for n, t in tensors.items())
+    )
+
+
+def _write_manifest(
+    folder: Path,
+    kind: Kind,
+    session_id: str,
+    ref: CheckpointRef,
+    base_model: str,
+    settings: LoraSettings,
+) -> None:
     files = sorted(path.name for path in folder.iterdir())
     manifest = {
         "kind": kind,
+        "session_id": session_id,
         "run_id": ref.run_id,
         "name": ref.name,
         "base_model": base_model,
-        "lora": asdict(weights.settings),
+        "lora": asdict(settings),
         "created": time.time(),
         "files": {name: _digest(folder / name) for name in files},
     }
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in folder.iterdir():
-        _sync_file(path)
-    _sync_folder(folder)
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -299,6 +385,21 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"checkpoint {folder.name!r} is damaged ({error}); use another one"
         ) from error
     return manifest
+
+
+def _read_info(folder: Path) -> CheckpointInfo | None:
+    try:
+        manifest = _read_manifest(folder)
+        return CheckpointInfo(
+            ref=CheckpointRef(folder.parent.name, folder.name),
+            kind="sampler" if manifest["kind"] == "sampler" else "training",
+            session_id=str(manifest.get("session_id", "")),
+            base_model=str(manifest["base_model"]),
+            created=float(manifest["created"]),
+            size=sum((folder / name).stat().st_size for name in manifest["files"]),
+        )
+    except (CheckpointError, KeyError, TypeError, OSError):
+        return None
 
 
 def _digest(path: Path) -> str:

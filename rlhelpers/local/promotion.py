@@ -1,0 +1,104 @@
+"""Promotion: a sampler checkpoint becomes a model of its own, as a PEFT adapter folder.
+
+The folder is ``<state>/promoted/<model id>/``, holds ``adapter_config.json`` and
+``adapter_model.safetensors``, outlives every session, and loads anywhere with
+``PeftModel.from_pretrained(base, folder)``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .store import (
+    ACCOUNT,
+    CheckpointError,
+    CheckpointRef,
+    CheckpointStore,
+    same_adapter,
+    whole_folder,
+    write_adapter,
+)
+
+# The SDK's own rule for the id of a model.
+_MODEL = re.compile(rf"accounts/{ACCOUNT}/models/([a-z0-9-]{{1,63}})")
+_ROW = re.compile(r"(run-[0-9a-f]{32})-(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class PromotedModel:
+    """A promoted adapter and the folder it is in."""
+
+    name: str
+    base_model: str
+    rank: int
+    target_modules: list[str]
+    folder: Path
+
+
+def row_id(ref: CheckpointRef) -> str:
+    """How the control plane names a checkpoint within its session: one segment."""
+    return f"{ref.run_id}-{ref.name}"
+
+
+def parse_row_id(text: str) -> CheckpointRef:
+    """The checkpoint behind a control-plane name."""
+    match = _ROW.fullmatch(text)
+    if match is None:
+        raise CheckpointError(
+            f"{text!r} names no checkpoint: pass a name from the session's checkpoint "
+            "list, which ends in 'run-<32 hex digits>-<name>'"
+        )
+    return CheckpointRef.parse("/".join([ACCOUNT, *match.groups()]))
+
+
+def promote(
+    store: CheckpointStore,
+    session_id: str,
+    ref: CheckpointRef,
+    output_model: object,
+    base_model: object,
+) -> PromotedModel:
+    """Write the sampler checkpoint ``ref`` of a session as a promoted model.
+
+    ``output_model`` reads ``accounts/<account>/models/<id>``. Promoting the same
+    weights to the same id again changes nothing and succeeds, because a client may
+    have to repeat its request. Raises :class:`CheckpointError` for a training or
+    unknown checkpoint, for another base model, and for an id that is taken.
+    """
+    match = _MODEL.fullmatch(output_model) if isinstance(output_model, str) else None
+    if match is None:
+        raise CheckpointError(
+            f"output_model {output_model!r} is refused: it should read "
+            f"'accounts/{ACCOUNT}/models/<id>', the id 1 to 63 of a-z, 0-9 and '-'"
+        )
+    checkpoint = store.load("sampler", ref, session_id)
+    if base_model != checkpoint.base_model:
+        raise CheckpointError(
+            f"base_model {base_model!r} does not match: checkpoint {ref.path} was "
+            f"trained on {checkpoint.base_model!r}"
+        )
+    # A layer is adapted by the last part of its name, wherever it stands in the model.
+    modules = sorted({name.rsplit(".", 1)[-1] for name in checkpoint.weights.modules()})
+    folder = store.state_dir / "promoted" / match[1]
+    public_base = _public_name(checkpoint.base_model)
+    if not folder.exists():
+        with whole_folder(folder) as draft:
+            write_adapter(draft, public_base, modules, checkpoint.weights)
+    elif not same_adapter(folder, public_base, checkpoint.weights):
+        raise CheckpointError(
+            f"model {match[1]!r} exists already with other weights and is not "
+            "overwritten; choose another output_model id"
+        )
+    rank = checkpoint.weights.settings.rank
+    return PromotedModel(match[0], public_base, rank, modules, folder)
+
+
+def _public_name(base_model: str) -> str:
+    """The base model's name; of a folder's path, its last part.
+
+    The adapter may travel; a path of this machine would mislead, and tell too much.
+    """
+    is_path = Path(base_model).is_absolute() or base_model.startswith((".", "~"))
+    return Path(base_model).name if is_path else base_model
