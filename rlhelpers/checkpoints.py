@@ -198,7 +198,7 @@ def require_sampler_checkpoint(path: str) -> CheckpointRef:
     if reference.kind == "training":
         raise CheckpointError(
             f"{reference.path!r} is a training checkpoint (weights and optimizer); to "
-            "sample from it, resume it first and save a new sampler: "
+            "sample from it or promote it, resume it first and save a new sampler: "
             "session.resume(path), then session.new_sampler(name)"
         )
     return reference

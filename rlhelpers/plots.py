@@ -158,7 +158,7 @@ def plot_checkpoints(
 def _checkpoint_title(summaries: Sequence[OutcomeSummary]) -> str:
     tasks = sorted({summary.n for summary in summaries})
     counts = str(tasks[0]) if len(tasks) == 1 else f"{tasks[0]} to {tasks[-1]}"
-    return f"{len(summaries)} checkpoints, each on {counts} held-out tasks"
+    return f"{len(summaries)} evaluations along a run, each of {counts} held-out tasks"
 
 
 def plot_training_dashboard(metrics: Sequence[StepMetrics]) -> Figure:

@@ -363,7 +363,8 @@ class TrainingSession:
             info = rest.get_weights_info_by_tinker_path(path).result()
         except Exception as error:
             raise CheckpointError(
-                f"the service has no training checkpoint {path!r} ({error}); sampler "
+                f"the service has no training checkpoint {path!r} "
+                f"({_service_message(error)}); sampler "
                 "checkpoints end with their session, and local training checkpoints "
                 "live in the runs folder that saved them"
             ) from error
@@ -764,6 +765,14 @@ def _choose_preset(model: str | ModelPreset | None, backend: Backend) -> ModelPr
             f"is {backend!r}; change one of them"
         )
     return model
+
+
+def _service_message(error: Exception) -> str:
+    """The sentence inside an SDK error, without the envelope it came in."""
+    body: object = getattr(error, "body", None)
+    while isinstance(body, dict):
+        body = body.get("error", body.get("message"))
+    return body if isinstance(body, str) else str(error)
 
 
 def _api_root(url: str) -> str:

@@ -174,7 +174,7 @@ def test_checkpoints_show_their_intervals(metrics: list[StepMetrics]) -> None:
     }
     figure = plots.plot_checkpoints(metrics, evaluations)
     (axes,) = figure.axes
-    assert axes.get_title() == "2 checkpoints, each on 40 held-out tasks"
+    assert axes.get_title() == "2 evaluations along a run, each of 40 held-out tasks"
     assert axes.get_xlabel() == "training step"
     assert axes.get_ylabel()
     (container,) = axes.containers
