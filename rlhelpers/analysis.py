@@ -7,6 +7,7 @@ attributes. Pure: no I/O, no service.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -523,3 +524,73 @@ def records_by_task(records: Iterable[Rollout]) -> dict[str, list[Any]]:
     for record in records:
         groups.setdefault(record.task, []).append(record)
     return groups
+
+
+# What a comparison is made of
+
+
+@dataclass(frozen=True)
+class OutcomeTable:
+    """Outcome counts side by side, each with its share and Wilson interval.
+
+    Attributes:
+        columns: Heading → counts, in the order shown.
+        confidence: Of the intervals, between 0 and 1.
+    """
+
+    columns: Mapping[str, OutcomeSummary]
+    confidence: float = 0.95
+
+    def to_markdown(self) -> str:
+        """The table in Markdown; ``–`` where a column has no rollouts."""
+        summaries = self.columns.values()
+        rows = [
+            "| | " + " | ".join(self.columns) + " |",
+            "|---" + "|---:" * len(self.columns) + "|",
+            "| tasks | " + " | ".join(f"{s.n:,}" for s in summaries) + " |",
+        ]
+        for key, label in (
+            ("correct", "correct"),
+            ("invalid_final_line", LABELS["invalid_final_line"]),
+            ("wrong_integer", LABELS["wrong_integer"]),
+            ("token_limit", LABELS["token_limit"] + " (overlaps)"),
+        ):
+            cells = (self._cell(getattr(s, key), s.n) for s in summaries)
+            rows.append(f"| {label} | " + " | ".join(cells) + " |")
+        means = (s.mean_output_tokens for s in summaries)
+        tokens = ("–" if mean is None else f"{mean:,.1f}" for mean in means)
+        rows.append("| mean output tokens | " + " | ".join(tokens) + " |")
+        return "\n".join(rows)
+
+    def _cell(self, count: int, n: int) -> str:
+        if n == 0:
+            return "–"
+        low, high = wilson_interval(count, n, self.confidence)
+        return f"{count} = {count / n:.1%} [{100 * low:.1f}, {100 * high:.1f}]"
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
+
+def tokens_by_cause(records: Iterable[Rollout]) -> dict[str, int]:
+    """How many output tokens went into replies of each of :data:`CAUSES`."""
+    spent = dict.fromkeys(CAUSES, 0)
+    for rollout in records:
+        spent[cause_of(rollout)] += rollout.output_tokens
+    return spent
+
+
+def mentions_integer(text: str, value: int) -> bool:
+    """Whether a reply writes an integer anywhere, not only on its last line.
+
+    Tells a reply that had the answer and did not end on it from one that never had
+    it. Comma groups are read as one number; a longer number that contains the digits
+    does not count.
+
+    >>> mentions_integer("36 * 47 = 1692\\nThe answer is 1,692.", 1692)
+    True
+    >>> mentions_integer("16920", 1692)
+    False
+    """
+    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    return re.search(rf"(?<![\d-]){value}(?!\.?\d)", plain) is not None

@@ -6,12 +6,19 @@ A checker never raises for a wrong answer: it says what is wrong and what to thi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, pstdev
 
-from rlhelpers.advantages import group_relative_advantages
-from rlhelpers.analysis import OUTCOMES, classify_outcome, expected_flat_share
+from rlhelpers.advantages import group_relative_advantages, sample_std
+from rlhelpers.analysis import (
+    OUTCOMES,
+    classify_outcome,
+    exact_mcnemar,
+    expected_flat_share,
+)
 
 _LABELLED = Path(__file__).resolve().parents[1] / "data" / "labelled_answers.jsonl"
 
@@ -162,6 +169,224 @@ def check_flat_share(p: float, group_size: int, answer: object) -> bool:
     else:
         print("✗ not yet: how likely are G right answers in a row, or G wrong ones?")
     return False
+
+
+#: Notebook 02: what calibration can see, and what to change first.
+REMEDIES: Mapping[str, str] = {
+    "mean 0.97, most groups flat": "larger operands",
+    "mean 0.02, half of the replies wrong integers": "smaller operands",
+    "mean 0.05, nearly all replies cut off": "more tokens",
+    "mean 0, every reply ends in a sentence": "worked examples",
+    "mean 0.50, every group all right or all wrong": "other tasks or larger groups",
+}
+
+_REMEDY_HINTS: Mapping[str, str] = {
+    "larger operands": "nearly all rollouts are right: nothing is left to compare",
+    "smaller operands": "the form is fine and the arithmetic is beyond the policy",
+    "more tokens": "a reply that is cut off says nothing about difficulty",
+    "worked examples": "no reply ever shows the ending that the grader asks for",
+    "other tasks or larger groups": "the mean is fine, and yet no group is mixed",
+}
+
+
+def check_remedies(answers: Mapping[str, object]) -> bool:
+    """Notebook 02: each calibration finding beside what to change first.
+
+    Args:
+        answers: Finding, from :data:`REMEDIES`, → the remedy chosen; ``...`` where not
+            done yet.
+    """
+    passed = True
+    for finding, right in REMEDIES.items():
+        answer = answers.get(finding, ...)
+        if answer == right:
+            print(f"✓ {finding}: {right}")
+            continue
+        passed = False
+        if answer is ...:
+            print(f"… {finding}: replace the ... with one of the remedies")
+        elif answer not in _REMEDY_HINTS:
+            print(f"✗ {finding}: {answer!r} is none of {', '.join(_REMEDY_HINTS)}")
+        else:
+            print(f"✗ {finding}: not {answer!r}; think: {_REMEDY_HINTS[right]}")
+    return passed
+
+
+def check_spread(groups: Sequence[Sequence[float]], answer: object) -> bool:
+    """Notebook 02: the within-group spread of some groups, to two decimals."""
+    if answer is ...:
+        print("… replace the ... with one number")
+        return False
+    if isinstance(answer, bool) or not isinstance(answer, int | float):
+        print(f"✗ the spread is one number, got {answer!r}")
+        return False
+    right = fmean(sample_std(rewards) for rewards in groups)
+    everything = [reward for rewards in groups for reward in rewards]
+    population = fmean(pstdev(rewards) for rewards in groups)
+    if abs(answer - right) <= 0.006:
+        print("✓ right: the mean over groups of each group's own spread (n - 1)")
+        return True
+    if abs(answer - sample_std(everything)) <= 0.006:
+        print("✗ that is the spread over the whole batch; take it group by group")
+    elif abs(answer - population) <= 0.006:
+        print("✗ close: that divides by n; here it is n - 1")
+    else:
+        print("✗ not yet: each group's sample standard deviation, then their mean")
+    return False
+
+
+def check_datum_rows(
+    prompt: Sequence[int],
+    output: Sequence[int],
+    advantage: float,
+    answer: Mapping[str, object],
+) -> bool:
+    """Notebook 03: the rows of a datum, worked out by hand.
+
+    Args:
+        prompt, output: Token ids.
+        advantage: The rollout's advantage.
+        answer: ``input``, ``targets`` and ``advantages``; ``...`` where not done yet.
+    """
+    masked = [0.0] * (len(prompt) - 1)
+    right: dict[str, list[float]] = {
+        "input": [*prompt, *output[:-1]],
+        "targets": [*prompt[1:], *output],
+        "advantages": masked + [advantage] * len(output),
+    }
+    passed = True
+    for row, wanted in right.items():
+        given = answer.get(row, ...)
+        if given is ...:
+            print(f"… {row}: replace the ... with a list of {len(wanted)} numbers")
+            passed = False
+            continue
+        values = list(given) if isinstance(given, list | tuple) else [given]
+        if values == wanted:
+            print(f"✓ {row}: {values}")
+        else:
+            print(f"✗ {row}: {_datum_hint(row, values, wanted)}")
+            passed = False
+    return passed
+
+
+def _datum_hint(row: str, given: list[object], wanted: list[float]) -> str:
+    if len(given) != len(wanted):
+        return (
+            f"{len(given)} entries, but prompt and output together have one token more "
+            f"than there are predictions: {len(wanted)}"
+        )
+    if row == "advantages":
+        masked = wanted.count(0.0)
+        return f"the first {masked} targets belong to the prompt and carry 0"
+    return (
+        "position i of the input predicts target i, so the targets are the same "
+        "tokens shifted by one"
+    )
+
+
+def check_on_policy_loss(rollouts: Sequence[tuple[float, int]], answer: object) -> bool:
+    """Notebook 03: the on-policy loss of some rollouts.
+
+    Args:
+        rollouts: (advantage, number of output tokens) of each.
+        answer: The loss, a sum over tokens.
+    """
+    if answer is ...:
+        print("… replace the ... with one number")
+        return False
+    if isinstance(answer, bool) or not isinstance(answer, int | float):
+        print(f"✗ the loss is one number, got {answer!r}")
+        return False
+    right = -sum(advantage * tokens for advantage, tokens in rollouts)
+    if abs(answer - right) <= 0.01:
+        print("✓ right: minus the sum of advantage times length, every ratio being 1")
+        return True
+    if abs(answer + right) <= 0.01:
+        print("✗ the sign: a loss goes down where an advantage above 0 gets likelier")
+    elif abs(answer + sum(advantage for advantage, _ in rollouts)) <= 0.01:
+        print("✗ that counts each rollout once; the loss is a sum over its tokens")
+    else:
+        print("✗ not yet: each token adds minus ratio times advantage; the ratio is 1")
+    return False
+
+
+def check_mcnemar(fixed: int, regressed: int, answer: object) -> bool:
+    """Notebook 05: the exact two-sided p-value of a change, to two decimals."""
+    if answer is ...:
+        print("… replace the ... with a number between 0 and 1")
+        return False
+    if isinstance(answer, bool) or not isinstance(answer, int | float):
+        print(f"✗ a p-value is a number between 0 and 1, got {answer!r}")
+        return False
+    if not 0 <= answer <= 1:
+        print(f"✗ a p-value lies between 0 and 1, got {answer:g}")
+        return False
+    n, few = fixed + regressed, min(fixed, regressed)
+    right = exact_mcnemar(regressed, fixed)
+    if abs(answer - right) <= 0.006:
+        ways = [math.comb(n, k) for k in range(few + 1)]
+        total = " + ".join(map(str, ways))
+        print(f"✓ right: 2 × ({total}) / 2^{n} = {right:.4f}")
+        return True
+    if abs(answer - right / 2) <= 0.003:
+        print("✗ that is one side: a split as uneven the other way counts as well")
+    elif abs(answer - 2 * math.comb(n, few) / 2**n) <= 0.003:
+        print(
+            f"✗ that is {few} of {n} alone: count the splits that are more uneven too"
+        )
+    else:
+        print(f"✗ not yet: toss {n} fair coins; how often do {few} or fewer, or")
+        print(f"  {n - few} or more, fall on one side?")
+    return False
+
+
+def check_transitions(
+    transitions: Mapping[tuple[str, str], int], answer: Mapping[str, object]
+) -> bool:
+    """Notebook 05: four numbers read off a transition table.
+
+    Args:
+        transitions: (cause before, cause after) → tasks.
+        answer: ``right_before``, ``right_after``, ``fixed`` and ``regressed``, in
+            tasks; ``...`` where not done yet.
+
+    Returns:
+        Whether all four are right.
+    """
+
+    def tasks(before: bool, after: bool) -> int:
+        return sum(
+            count
+            for (old, new), count in transitions.items()
+            if (old == "correct") == before and (new == "correct") == after
+        )
+
+    stayed, fixed, regressed = tasks(True, True), tasks(False, True), tasks(True, False)
+    right = {
+        "right_before": (stayed + regressed, "add up the row of tasks correct before"),
+        "right_after": (stayed + fixed, "add up the column of tasks correct after"),
+        "fixed": (fixed, "that column, without the tasks that were right all along"),
+        "regressed": (regressed, "that row, without the tasks that stayed right"),
+    }
+    swapped = {"right_before": stayed + fixed, "right_after": stayed + regressed}
+    swapped |= {"fixed": regressed, "regressed": fixed}
+    passed = True
+    for name, (value, hint) in right.items():
+        given = answer.get(name, ...)
+        if given == value and not isinstance(given, bool):
+            print(f"✓ {name}: {value}")
+            continue
+        passed = False
+        if given is ...:
+            print(f"… {name}: replace the ... with a number of tasks")
+        elif given == swapped[name]:
+            print(
+                f"✗ {name}: {given} if rows were after; rows are before, columns after"
+            )
+        else:
+            print(f"✗ {name}: not {given!r}; {hint}")
+    return passed
 
 
 #: Notebook 06: what each purpose needs, and what the other kind lacks for it.

@@ -15,20 +15,25 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import PowerNorm, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from rlhelpers.analysis import (
+    CAUSES,
     LABELS,
     OUTCOMES,
+    Comparison,
     OutcomeSummary,
     Rollout,
+    expected_flat_share,
     records_by_task,
     summarize_outcomes,
+    tokens_by_cause,
     wilson_interval,
 )
+from rlhelpers.calibration import GroupSummary
 from rlhelpers.metrics import StepMetrics
 
 #: One colour per meaning, in every plot and widget of the course.
@@ -334,6 +339,155 @@ def plot_calibration_bars(records: Iterable[Rollout]) -> Figure:
     return _finished(figure)
 
 
+def plot_group_signal(group_sizes: Sequence[int] = (4, 8, 16)) -> Figure:
+    """Where there is most to learn: signal and flat groups against the success rate.
+
+    Left, the standard deviation √(p(1 − p)) of a reward of 0 or 1 that is 1 with
+    probability p, to which the signal of standardised advantages is proportional;
+    right, the expected share of flat groups, p^G + (1 − p)^G.
+
+    Args:
+        group_sizes: The group sizes G to draw.
+    """
+    p = np.linspace(0, 1, 201)
+    styles = ("-", "--", ":", "-.")
+    with _style():
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+        left.plot(p, np.sqrt(p * (1 - p)), color=COLORS["reward"])
+        left.set(title="How much a group's rewards differ", ylim=(0, 0.55))
+        left.set_ylabel("√(p (1 − p))")
+        for style, size in zip(styles, group_sizes, strict=False):
+            right.plot(
+                p,
+                [expected_flat_share(float(x), size) for x in p],
+                style,
+                color=COLORS["reward"],
+                label=f"G = {size}",
+            )
+        right.set(title="How often a group is flat", ylim=(0, 1.02))
+        right.set_ylabel("expected share of flat groups")
+        right.yaxis.set_major_formatter(PercentFormatter(1))
+        right.legend(title="group size", loc="upper center")
+        for axes in (left, right):
+            axes.set_xlabel("p, the chance that one rollout is right")
+    return _finished(figure)
+
+
+def plot_range_heatmap(
+    cells: Mapping[tuple[tuple[int, int], tuple[int, int]], GroupSummary],
+) -> Figure:
+    """Mean reward and within-group spread over ranges of both operands.
+
+    Args:
+        cells: (range of a, range of b) → summary, as
+            :func:`~rlhelpers.calibration.summarize_by_range` returns it.
+    """
+    rows = sorted({a for a, _ in cells})
+    columns = sorted({b for _, b in cells})
+    panels = (
+        ("reward_mean", "Mean reward", "mean reward", 1.0),
+        ("within_group_std", "Within-group spread", "sample std. dev.", None),
+    )
+    groups = {cell.groups for cell in cells.values()}
+    counts = f"{min(groups)} to {max(groups)}" if len(groups) > 1 else str(min(groups))
+    with _style():
+        figure, axes = plt.subplots(1, 2, figsize=(10, 4.2))
+        for panel, (name, title, label, top) in zip(axes, panels, strict=True):
+            values = np.array(
+                [
+                    [
+                        getattr(cells[a, b], name) if (a, b) in cells else np.nan
+                        for b in columns
+                    ]
+                    for a in rows
+                ]
+            )
+            _heatmap(figure, panel, values, label=label, top=top)
+            panel.set_title(f"{title} ({counts} groups per cell)")
+            panel.set_xticks(range(len(columns)), [f"{lo}–{hi}" for lo, hi in columns])
+            panel.set_yticks(range(len(rows)), [f"{lo}–{hi}" for lo, hi in rows])
+            panel.set(xlabel="second operand b", ylabel="first operand a")
+            panel.tick_params(axis="x", labelrotation=30)
+    return _finished(figure)
+
+
+def plot_datum(
+    tokens: Sequence[str],
+    advantages: Sequence[float],
+    logprobs: Sequence[float],
+    *,
+    per_row: int = 12,
+) -> Figure:
+    """A datum, target by target: what is masked, and what is trained how hard.
+
+    A masked target (advantage 0, the prompt) is grey; a trained one is green if it is
+    to become more likely and red if less. Under each token stand its advantage and the
+    log-probability it was sampled with.
+
+    Args:
+        tokens: Text of each target token, length T.
+        advantages, logprobs: The datum's rows of the same names, length T.
+        per_row: Tokens drawn side by side.
+    """
+    if not len(tokens) == len(advantages) == len(logprobs):
+        raise ValueError(
+            f"{len(tokens)} tokens, {len(advantages)} advantages and {len(logprobs)} "
+            "log-probabilities: a datum has one of each per target"
+        )
+    rows = -(-len(tokens) // per_row)
+    with _style():
+        figure, axes = plt.subplots(figsize=(9.5, 0.5 + 0.62 * rows))
+        axes.set(xlim=(0, per_row), ylim=(rows, 0))
+        axes.axis("off")
+        for index, token in enumerate(tokens):
+            row, column = divmod(index, per_row)
+            _token_box(axes, column, row, token, advantages[index], logprobs[index])
+        trained = sum(value != 0 for value in advantages)
+        axes.set_title(
+            f"{len(tokens)} targets: {len(tokens) - trained} masked (grey), {trained} "
+            "trained; below each: advantage, log-probability"
+        )
+    return _finished(figure)
+
+
+def plot_logprob_changes(
+    changes: Sequence[Sequence[float]],
+    advantages: Sequence[float],
+    labels: Sequence[str],
+) -> Figure:
+    """What one update did to the log-probability of every sampled token.
+
+    One row of dots per rollout, one dot per token; the vertical mark is the rollout's
+    mean. Colour tells which way the update pushed it.
+
+    Args:
+        changes: Per rollout, the change of each output token's log-probability (nats).
+        advantages: Per rollout, its advantage.
+        labels: Per rollout, its name on the axis.
+    """
+    count = len(changes)
+    with _style():
+        figure, axes = plt.subplots(figsize=(9, 1.4 + 0.36 * count))
+        axes.axvline(0, color="black", linewidth=1)
+        for row, (values, advantage) in enumerate(
+            zip(changes, advantages, strict=True)
+        ):
+            color = COLORS["correct"] if advantage > 0 else COLORS["wrong_integer"]
+            axes.plot(values, [row] * len(values), "o", color=color, ms=4, alpha=0.45)
+            axes.plot(np.mean(values), row, "|", color="black", ms=16, mew=2)
+        axes.set_yticks(range(count), list(labels))
+        axes.set_ylim(count - 0.4, -0.6)
+        axes.set_xscale("symlog", linthresh=0.01)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("change of log-probability by one update (nats, symmetric log)")
+        total = sum(len(values) for values in changes)
+        axes.set_title(
+            f"{total} tokens of {count} rollouts: pushed up (green), down (red); "
+            "mark: mean"
+        )
+    return _finished(figure)
+
+
 def plot_who_does_what(*, backend: str = "local") -> Figure:
     """Who does what in one training step: HUD, the course's code, the service.
 
@@ -388,6 +542,147 @@ def plot_who_does_what(*, backend: str = "local") -> Figure:
                 arrowprops={"arrowstyle": "->", "lw": 1.3},
             )
             axes.text(gap + 0.78, height + 0.025, label, ha="center", fontsize=8.5)
+    return _finished(figure)
+
+
+def plot_transitions(transitions: Mapping[tuple[str, str], int]) -> Figure:
+    """Where each task was before training, and where it is after: a heat map.
+
+    Green frames the tasks that were fixed, orange those that regressed; the diagonal
+    holds what did not move.
+
+    Args:
+        transitions: (cause before, cause after) → tasks, as in ``Comparison``; pairs
+            that are left out count as 0.
+    """
+    counts = np.array([[transitions.get((b, a), 0) for a in CAUSES] for b in CAUSES])
+    labels = [LABELS[cause].replace(" hit", "").replace(" ", "\n") for cause in CAUSES]
+    fixed, regressed = counts[1:, 0].sum(), counts[0, 1:].sum()
+    with _style():
+        figure, axes = plt.subplots(figsize=(6.4, 4.6))
+        top = max(int(counts.max()), 1)
+        axes.imshow(counts, cmap="Blues", norm=PowerNorm(0.5, 0, top), aspect="auto")
+        for (row, column), count in np.ndenumerate(counts):
+            dark = count > 0.45 * top
+            axes.text(
+                column,
+                row,
+                str(count),
+                ha="center",
+                va="center",
+                color="white" if dark else "black" if count else "#999999",
+                weight="bold" if count else "normal",
+            )
+        for corner, width, height, key, label in (
+            ((-0.46, 0.54), 0.92, 2.92, "correct", f"fixed: {fixed}"),
+            ((0.54, -0.46), 2.92, 0.92, "wrong_integer", f"regressed: {regressed}"),
+        ):
+            axes.add_patch(
+                Rectangle(
+                    corner,
+                    width,
+                    height,
+                    fill=False,
+                    lw=2.5,
+                    ec=COLORS[key],
+                    label=label,
+                )
+            )
+        axes.set_xticks(range(len(CAUSES)), labels)
+        axes.set_yticks(range(len(CAUSES)), labels)
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        axes.set(xlabel="after training", ylabel="before training")
+        axes.set_title(f"{counts.sum()} tasks, before and after training")
+        figure.legend(loc="outside lower center", ncols=2)
+    return _finished(figure)
+
+
+def plot_tokens_by_cause(before: Iterable[Rollout], after: Iterable[Rollout]) -> Figure:
+    """Where the output tokens went, before and after, by what became of the reply.
+
+    Args:
+        before, after: Rollouts of the same tasks.
+    """
+    sides = {"before": list(before), "after": list(after)}
+    spent = {side: tokens_by_cause(rollouts) for side, rollouts in sides.items()}
+    totals = {side: sum(tokens.values()) for side, tokens in spent.items()}
+    with _style():
+        figure, axes = plt.subplots(figsize=(8, 2.7))
+        for row, (side, tokens) in enumerate(spent.items()):
+            left = 0
+            for cause in CAUSES:
+                axes.barh(
+                    row,
+                    tokens[cause],
+                    left=left,
+                    height=0.62,
+                    color=COLORS[cause],
+                    edgecolor="white",
+                    hatch="///" if cause == "token_limit" else None,
+                    label=LABELS[cause] if row == 0 else None,
+                )
+                if tokens[cause] > 0.08 * max(totals.values()):
+                    _segment_label(axes, left, row, tokens[cause], totals[side])
+                left += tokens[cause]
+        axes.set_yticks(range(len(spent)), list(spent))
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("output tokens, all replies together")
+        axes.set_title(
+            f"Tokens by cause: {totals['before']:,} in {len(sides['before'])} replies "
+            f"before, {totals['after']:,} in {len(sides['after'])} after"
+        )
+        figure.legend(loc="outside lower center", ncols=4)
+    return _finished(figure)
+
+
+def plot_accuracy_by_range(
+    comparisons: Mapping[str, Comparison], *, trained: str | None = None
+) -> Figure:
+    """Accuracy before and after on several operand ranges, with 95 % intervals.
+
+    Args:
+        comparisons: Name of the range → the same tasks before and after.
+        trained: The range that training covered; its background is shaded.
+    """
+    names = list(comparisons)
+    with _style():
+        figure, axes = plt.subplots(figsize=(8, 4))
+        if trained in names:
+            centre = names.index(trained)
+            axes.axvspan(centre - 0.5, centre + 0.5, color="#F0F0F0", zorder=0)
+        for offset, side, marker in ((-0.1, "before", "o"), (0.1, "after", "D")):
+            for position, comparison in enumerate(comparisons.values()):
+                summary = getattr(comparison, side)
+                low, high = wilson_interval(summary.correct, summary.n)
+                share = summary.correct / summary.n
+                axes.errorbar(
+                    position + offset,
+                    share,
+                    yerr=[[share - low], [max(0.0, high - share)]],
+                    fmt=marker,
+                    color=COLORS[side],
+                    capsize=3,
+                    label=side if position == 0 else None,
+                )
+        labels = [
+            f"{name}\n{comparison.before.n} tasks"
+            + ("\n(trained range)" if name == trained else "")
+            for name, comparison in comparisons.items()
+        ]
+        axes.set_xticks(range(len(names)), labels)
+        axes.tick_params(axis="x", length=0)
+        axes.grid(axis="x", visible=False)
+        axes.set(xlim=(-0.5, len(names) - 0.5), ylim=(-0.02, 1.02))
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.set(xlabel="operands", ylabel="accuracy, greedy")
+        axes.set_title(
+            f"Accuracy on {len(names)} operand ranges (bars: 95 % intervals)"
+        )
+        axes.legend(loc="lower left")
     return _finished(figure)
 
 
@@ -542,6 +837,41 @@ def _outcome_bars(
         axes.text(centre, high + 0.015, str(count), ha="center", fontsize=9)
 
 
+def _heatmap(
+    figure: Figure, axes: Axes, values: np.ndarray, *, label: str, top: float | None
+) -> None:
+    """Cells with their numbers written in; cividis reads the same to all eyes."""
+    image = axes.imshow(values, cmap="cividis", vmin=0, vmax=top, aspect="auto")
+    middle = float(image.norm.vmax or 1) / 2
+    for row, column in np.ndindex(*values.shape):
+        value = values[row, column]
+        if np.isfinite(value):
+            color = "black" if value > middle else "white"
+            axes.text(
+                column, row, f"{value:.2f}", ha="center", va="center", color=color
+            )
+    axes.grid(visible=False)
+    figure.colorbar(image, ax=axes, label=label, shrink=0.9)
+
+
+def _token_box(
+    axes: Axes, column: int, row: int, token: str, advantage: float, logprob: float
+) -> None:
+    color = "#BBBBBB"
+    if advantage:
+        color = COLORS["correct"] if advantage > 0 else COLORS["wrong_integer"]
+    axes.add_patch(
+        Rectangle((column + 0.03, row + 0.04), 0.94, 0.5, color=_pale(color), lw=0)
+    )
+    shown = token.replace("\n", "⏎").replace(" ", "␣")
+    size = 9 if len(shown) <= 8 else 6.5
+    centre = column + 0.5
+    axes.text(centre, row + 0.3, shown, ha="center", va="center", fontsize=size)
+    rounded = round(logprob, 2) + 0.0  # no minus sign in front of a zero
+    below = f"{advantage:+.2f}  {rounded:.2f}" if advantage else "masked"
+    axes.text(centre, row + 0.73, below, ha="center", va="center", fontsize=6.5)
+
+
 def _stacked_row(axes: Axes, row: int, rollouts: Sequence[Rollout]) -> None:
     left = 0
     for outcome in OUTCOMES:
@@ -560,6 +890,18 @@ def _stacked_row(axes: Axes, row: int, rollouts: Sequence[Rollout]) -> None:
                 hatch="///" if cut_off else None,
             )
             left += width
+
+
+def _segment_label(axes: Axes, left: int, row: int, tokens: int, total: int) -> None:
+    axes.text(
+        left + tokens / 2,
+        row,
+        f"{tokens:,} ({tokens / total:.0%})",
+        ha="center",
+        va="center",
+        fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+    )
 
 
 def _outcome_legend(figure: Figure) -> None:

@@ -6,11 +6,13 @@ Notebook 04 leaves a run in the runs folder; the notebooks after it read it back
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhelpers.analysis import OutcomeSummary
 from rlhelpers.checkpoints import checkpoint_name
 from rlhelpers.metrics import (
     DamagedFile,
@@ -22,7 +24,12 @@ from rlhelpers.metrics import (
     read_rollouts,
 )
 from rlhelpers.sampling import SamplingSettings
-from rlhelpers.tasks import make_taskset, multiplication_task, split_taskset
+from rlhelpers.tasks import (
+    make_taskset,
+    multiplication_task,
+    operand_pairs,
+    split_taskset,
+)
 from rlhelpers.training import TrainConfig, evaluate, train
 
 if TYPE_CHECKING:
@@ -33,6 +40,9 @@ if TYPE_CHECKING:
 
 FULL_RUN = "full-run"
 SHORT_RUN = "short-run"
+
+_PUBLISHED = Path(__file__).resolve().parents[1] / "data" / "published_run.json"
+_SIDES = ("before", "after")
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,12 @@ class FinishedRun:
     def held_out(self) -> list[Task]:
         """The held-out multiplication tasks, in the order they were evaluated."""
         return [multiplication_task(**record.args) for record in self.before]
+
+    @property
+    def trained_pairs(self) -> frozenset[tuple[int, int]]:
+        """The operand pairs it was trained on, smaller operand first."""
+        rows = read_rollouts(self.run_dir / "rollouts.jsonl", phase="train")
+        return frozenset(_pair(row.args["a"], row.args["b"]) for row in rows)
 
     def is_full(self, preset: ModelPreset) -> bool:
         """Whether it is the preset's own full run, or at least as thorough a one.
@@ -218,3 +234,118 @@ def _tasks(
     )
     training, held = split_taskset(tasks, train=train, held_out=held_out, seed=seed)
     return list(training), list(held)
+
+
+# Other tasks for the same policy
+
+
+def operands_around(trained: tuple[int, int]) -> list[tuple[int, int]]:
+    """Operand ranges to test a policy on: below, at, near and far above its own.
+
+    The near one reaches three times as far as the trained range, the far one ten
+    times; there is none below where no room is left.
+
+    >>> operands_around((10, 99))
+    [(1, 9), (10, 99), (100, 300), (100, 999)]
+    """
+    low, high = trained
+    if not 1 <= low <= high:
+        raise ValueError(
+            f"the trained range is {low} to {high}; it needs 1 <= smallest <= largest"
+        )
+    below = [(1, low - 1)] if low > 2 else []
+    over = high + 1
+    return [*below, (low, high), (over, 3 * over), (over, 10 * over - 1)]
+
+
+def unseen_tasks(
+    run: FinishedRun, operands: tuple[int, int], count: int, *, seed: int
+) -> list[Task]:
+    """Multiplication tasks of a range that a run was not trained on.
+
+    Args:
+        run: The run.
+        operands: Smallest and largest operand of both factors.
+        count: Most tasks to return; a small range has fewer.
+        seed: The same seed gives the same tasks.
+
+    Raises:
+        ValueError: The run was trained on every pair of the range, or the range is
+            inverted, or ``count`` is below one.
+    """
+    low, high = operands
+    trained = run.trained_pairs
+    drawn = make_taskset(
+        min(
+            operand_pairs(min_a=low, max_a=high, min_b=low, max_b=high).size,
+            count + len(trained),
+        ),
+        min_a=low,
+        max_a=high,
+        min_b=low,
+        max_b=high,
+        seed=seed,
+    )
+    unseen = [
+        task for task in drawn if _pair(task.args["a"], task.args["b"]) not in trained
+    ]
+    if not unseen or count < 1:
+        raise ValueError(
+            f"{count} tasks with operands {low} to {high} were asked for, and "
+            f"{len(unseen)} were not trained on; ask for at least one, of a wider range"
+        )
+    return unseen[:count]
+
+
+def _pair(a: int, b: int) -> tuple[int, int]:
+    return min(a, b), max(a, b)
+
+
+# A run to compare with
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """Before and after of a run that somebody else made and published.
+
+    Attributes:
+        model: The base model.
+        task: What it was trained and evaluated on.
+        training_rollouts: How many rollouts it was trained on.
+        source: Where the figures were published.
+        before, after: Greedy outcomes on its held-out tasks.
+    """
+
+    model: str
+    task: str
+    training_rollouts: int
+    source: str
+    before: OutcomeSummary
+    after: OutcomeSummary
+
+
+def published_run(path: str | Path | None = None) -> PublishedRun:
+    """The published figures for Qwen 3.8 27B, as they were recorded in ``data/``.
+
+    Args:
+        path: Another JSON file of the same form; default: the course's own.
+
+    Raises:
+        ValueError: A value is missing or unknown, or the three outcomes of a side do
+            not add up to its tasks; names the file.
+    """
+    source = Path(path) if path is not None else _PUBLISHED
+    try:
+        values = json.loads(source.read_text(encoding="utf-8"))
+        sides = {name: OutcomeSummary(**values.pop(name)) for name in _SIDES}
+        published = PublishedRun(**values, before=sides["before"], after=sides["after"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{source.name} is not a published run: {error}") from error
+    for name, side in sides.items():
+        total = side.correct + side.wrong_integer + side.invalid_final_line
+        if total != side.n:
+            raise ValueError(
+                f"{source.name}, {name}: the outcomes add up to {total}, not to the "
+                f"{side.n} tasks; correct the counts"
+            )
+    return published

@@ -6,7 +6,9 @@ too, so that a front end without widgets shows the same lesson.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from rlhelpers.plots import plot_training_dashboard
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from rlhelpers.calibration import CalibrationSettings
     from rlhelpers.metrics import StepMetrics
     from rlhelpers.training import StepResult
 
@@ -45,6 +48,112 @@ def answer_box(
 
     button.on_click(on_click)
     return widgets.VBox([text, button, result])
+
+
+class CalibrationPanel(widgets.VBox):  # type: ignore[misc]
+    """Sliders for a calibration's settings, and a button that runs it.
+
+    Nothing is sent while a slider is dragged: the sliders only fill in the settings
+    and the bound on rollouts and tokens. The button awaits ``recalibrate`` on the
+    notebook's own event loop and shows what it returns. A click while one runs is
+    refused; an error is shown in place of a result.
+
+    Args:
+        recalibrate: A coroutine function of the settings that returns what is to be
+            shown: one displayable object, or a list of them. The notebook's next cell
+            awaits the same function.
+        start: The settings that the sliders begin with.
+        operands: The stops of the operand sliders, besides those to begin with.
+        token_limits: The stops of the token-limit slider.
+        prompt_tokens: Length of one rendered prompt, for the bound.
+    """
+
+    def __init__(
+        self,
+        recalibrate: Callable[[CalibrationSettings], Awaitable[object]],
+        *,
+        start: CalibrationSettings,
+        operands: Sequence[int],
+        token_limits: Sequence[int],
+        prompt_tokens: int,
+    ) -> None:
+        self._recalibrate = recalibrate
+        self._start = start
+        self._prompt_tokens = prompt_tokens
+        self._running: asyncio.Task[None] | None = None
+        self.a = _range_slider("first operand", operands, start.a)
+        self.b = _range_slider("second operand", operands, start.b)
+        self.group_size = widgets.IntSlider(
+            start.group_size, 2, max(16, start.group_size), description="group size"
+        )
+        self.max_tokens = widgets.SelectionSlider(
+            options=_with(token_limits, start.max_tokens),
+            value=start.max_tokens,
+            description="token limit",
+        )
+        self.button = widgets.Button(description="Recalibrate", button_style="primary")
+        self.status = widgets.HTML()
+        self.result = widgets.Output()
+        sliders = (self.a, self.b, self.group_size, self.max_tokens)
+        for slider in sliders:
+            slider.style.description_width = "8em"
+            slider.layout.width = "32em"
+            slider.observe(self._show_bound, names="value")
+        self.button.on_click(self._on_click)
+        self._show_bound()
+        super().__init__([*sliders, self.button, self.status, self.result])
+
+    @property
+    def settings(self) -> CalibrationSettings:
+        """The settings that the sliders show."""
+        return dataclasses.replace(
+            self._start,
+            a=tuple(self.a.value),
+            b=tuple(self.b.value),
+            group_size=self.group_size.value,
+            max_tokens=self.max_tokens.value,
+        )
+
+    def _show_bound(self, _: object = None) -> None:
+        settings = self.settings
+        bound = settings.token_bound(self._prompt_tokens)
+        self.status.value = (
+            f"{settings.tasks} tasks × {settings.group_size} = {settings.rollouts} "
+            f"rollouts, at most {bound:,} tokens"
+        )
+
+    def _on_click(self, _: widgets.Button) -> None:
+        if self._running is not None and not self._running.done():
+            self.status.value = "One calibration is running; press again when it ends."
+            return
+        self._running = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        """Await the calibration and show it; an error is a result too."""
+        self.status.value = "Sampling …"
+        try:
+            shown = await self._recalibrate(self.settings)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            html = f'<p style="color:#B00020">{escape(text)}</p>'
+            shown = _Html(html, text)
+        self.result.outputs = ()
+        for content in shown if isinstance(shown, list) else [shown]:
+            self.result.append_display_data(content)
+        self._show_bound()
+
+
+def _with(stops: Sequence[int], *values: int) -> list[int]:
+    """The stops with the values to begin with among them, ascending."""
+    return sorted({*stops, *values})
+
+
+def _range_slider(
+    label: str, stops: Sequence[int], start: tuple[int, int]
+) -> widgets.SelectionRangeSlider:
+    return widgets.SelectionRangeSlider(
+        options=_with(stops, *start), value=start, description=label
+    )
 
 
 class LiveDisplay:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_helpers import OTHER, TINY, Wire, write_tiny_model
@@ -51,3 +52,26 @@ def wire(service: LocalService) -> Iterator[Wire]:
     client = Wire(service)
     with client.http:
         yield client
+
+
+@pytest.fixture
+def connect(service: LocalService) -> Iterator[Callable[..., Any]]:
+    """Open SDK connections, to the module's service or another, closed at the end."""
+    from fireworks.training.sdk import FiretitanServiceClient
+
+    opened: list[FiretitanServiceClient] = []
+
+    def open_client(to: LocalService = service) -> FiretitanServiceClient:
+        client = FiretitanServiceClient(base_url=to.base_url, api_key=to.api_key)
+        opened.append(client)
+        return client
+
+    yield open_client
+    for client in opened:
+        client.close()
+
+
+@pytest.fixture
+def client(connect: Callable[..., Any]) -> Any:
+    """One SDK connection."""
+    return connect()

@@ -6,6 +6,7 @@ Its tokenizer has one token per byte, so any text can be written in tokens by ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -65,10 +66,18 @@ def write_tiny_model(folder: Path, *, seed: int = 0, tied: bool = True) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a service listens, and its key."""
+
+    base_url: str
+    api_key: str
+
+
 class Wire:
     """Raw HTTP to a service, for what the SDK would never send."""
 
-    def __init__(self, service: LocalService) -> None:
+    def __init__(self, service: LocalService | Endpoint) -> None:
         self.root = service.base_url.removesuffix("/training/v1/serverless")
         self.training = f"{service.base_url}/api/v1"
         self.completions = f"{service.base_url}/inference/v1/completions"

@@ -11,14 +11,17 @@ import pytest
 from rlhelpers.analysis import (
     CAUSES,
     OUTCOMES,
+    OutcomeTable,
     calibration_verdict,
     cause_of,
     compare_before_after,
     exact_mcnemar,
     expected_flat_share,
+    mentions_integer,
     paired_change_interval,
     records_by_task,
     summarize_outcomes,
+    tokens_by_cause,
     wilson_interval,
 )
 
@@ -309,3 +312,54 @@ def test_verdict_without_rollouts_is_refused() -> None:
 def test_grouping_keeps_the_order_of_tasks(group: Any) -> None:
     records = [*group("b", OUTCOMES), *group("a", OUTCOMES)]
     assert list(records_by_task(records)) == ["b", "a"]
+
+
+# What a comparison is made of
+
+
+def test_outcome_table_gives_count_share_and_interval(sides: Any) -> None:
+    before, after = (summarize_outcomes(side) for side in sides)
+    empty = summarize_outcomes([])
+    text = OutcomeTable({"old": before, "new": after, "none": empty}).to_markdown()
+    # The intervals of 2 and 4 of 5 are those of the comparison's own table.
+    assert text.splitlines() == [
+        "| | old | new | none |",
+        "|---|---:|---:|---:|",
+        "| tasks | 5 | 5 | 0 |",
+        "| correct | 2 = 40.0% [11.8, 76.9] | 4 = 80.0% [37.6, 96.4] | – |",
+        "| invalid final line | 2 = 40.0% [11.8, 76.9] | 0 = 0.0% [0.0, 43.4] | – |",
+        "| wrong integer | 1 = 20.0% [3.6, 62.4] | 1 = 20.0% [3.6, 62.4] | – |",
+        "| token limit hit (overlaps) | 1 = 20.0% [3.6, 62.4] | 0 = 0.0% [0.0, 43.4] "
+        "| – |",
+        "| mean output tokens | 64.0 | 40.0 | – |",
+    ]
+
+
+def test_tokens_are_counted_under_one_cause_each(sides: Any) -> None:
+    assert tokens_by_cause(sides[0]) == {
+        "correct": 80,
+        "token_limit": 160,
+        "invalid_final_line": 40,
+        "wrong_integer": 40,
+    }
+    assert tokens_by_cause([]) == dict.fromkeys(CAUSES, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "found"),
+    [
+        ("36 * 47 = 1692\nThe answer is 1692.", 1692, True),
+        ("so it is 1,692!", 1692, True),
+        ("1,234,567", 1234567, True),
+        ("16920 and 41692", 1692, False),
+        ("1692.5", 1692, False),
+        ("-1692", 1692, False),
+        ("it is -1692", -1692, True),
+        ("16, 92", 1692, False),
+        ("", 1692, False),
+    ],
+)
+def test_an_integer_is_found_anywhere_and_whole(
+    text: str, value: int, found: bool
+) -> None:
+    assert mentions_integer(text, value) == found

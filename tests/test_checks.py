@@ -9,14 +9,21 @@ import pytest
 from rlhelpers import classify_outcome, grade_final_integer
 from rlhelpers.analysis import OUTCOMES
 from rlhelpers.checks import (
+    REMEDIES,
     LabelledAnswer,
     Lesson,
     LessonFailed,
     check_adam_step,
     check_advantages,
     check_checkpoint_kinds,
+    check_datum_rows,
     check_flat_share,
+    check_mcnemar,
+    check_on_policy_loss,
+    check_remedies,
+    check_spread,
     check_three_outcomes,
+    check_transitions,
     labelled_answers,
 )
 
@@ -132,6 +139,157 @@ def test_flat_share_rejects(
 ) -> None:
     assert not check_flat_share(p, group_size, answer)
     assert said in capsys.readouterr().out
+
+
+def test_remedies_solved() -> None:
+    assert check_remedies(dict(REMEDIES))
+
+
+@pytest.mark.parametrize(
+    ("finding", "answer", "said"),
+    [
+        ("mean 0.97, most groups flat", ..., "replace the ..."),
+        ("mean 0.05, nearly all replies cut off", "smaller operands", "is cut off"),
+        ("mean 0, every reply ends in a sentence", "pray", "is none of"),
+    ],
+)
+def test_remedies_rejects(
+    finding: str, answer: object, said: str, capsys: Capture
+) -> None:
+    assert not check_remedies({**REMEDIES, finding: answer})
+    assert said in capsys.readouterr().out
+
+
+GROUPS = [[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
+
+
+def test_spread_solved() -> None:
+    # Two groups with sample spread 0.5 and a flat one: 1/3.
+    assert check_spread(GROUPS, 0.33)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (..., "replace the ..."),
+        ([0.5, 0, 0.5], "one number"),
+        (0.49, "whole batch"),  # 4 of 12 right: sqrt((8/12)(4/12)(12/11)) = 0.492
+        (0.29, "divides by n"),  # sqrt(3)/4 = 0.433, twice, over 3
+        (0.5, "not yet"),
+    ],
+)
+def test_spread_rejects(answer: object, said: str, capsys: Capture) -> None:
+    assert not check_spread(GROUPS, answer)
+    assert said in capsys.readouterr().out
+
+
+DATUM = {
+    "input": [3, 1, 4, 1],
+    "targets": [1, 4, 1, 5],
+    "advantages": [0, 0, -0.5, -0.5],
+}
+
+
+def test_datum_rows_solved() -> None:
+    assert check_datum_rows([3, 1, 4], [1, 5], -0.5, DATUM)
+
+
+@pytest.mark.parametrize(
+    ("row", "answer", "said"),
+    [
+        ("input", ..., "replace the ..."),
+        ("input", [3, 1, 4, 1, 5], "5 entries"),
+        ("targets", [3, 1, 4, 1], "shifted by one"),
+        (
+            "advantages",
+            [-0.5, -0.5, -0.5, -0.5],
+            "first 2 targets belong to the prompt",
+        ),
+    ],
+)
+def test_datum_rows_rejects(
+    row: str, answer: object, said: str, capsys: Capture
+) -> None:
+    assert not check_datum_rows([3, 1, 4], [1, 5], -0.5, {**DATUM, row: answer})
+    assert said in capsys.readouterr().out
+
+
+def test_on_policy_loss_solved() -> None:
+    # −(0.71 × 30 − 0.71 × 150) = 85.2
+    assert check_on_policy_loss([(0.71, 30), (-0.71, 150)], 85.2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (..., "replace the ..."),
+        ("85", "one number"),
+        (-85.2, "the sign"),
+        (0.0, "a sum over its tokens"),
+        (120.0, "not yet"),
+    ],
+)
+def test_on_policy_loss_rejects(answer: object, said: str, capsys: Capture) -> None:
+    assert not check_on_policy_loss([(0.71, 30), (-0.71, 150)], answer)
+    assert said in capsys.readouterr().out
+
+
+def test_mcnemar_solved(capsys: Capture) -> None:
+    # 2 × (1 + 10 + 45) / 1024 = 0.109
+    assert check_mcnemar(fixed=8, regressed=2, answer=0.11)
+    assert "2 × (1 + 10 + 45) / 2^10 = 0.1094" in capsys.readouterr().out
+    assert check_mcnemar(fixed=0, regressed=1, answer=1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (..., "replace the ..."),
+        ("0.11", "a number between 0 and 1"),
+        (True, "a number between 0 and 1"),
+        (11, "lies between 0 and 1, got 11"),
+        (0.055, "one side"),
+        (0.088, "2 of 10 alone"),
+        (0.2, "toss 10 fair coins"),
+    ],
+)
+def test_mcnemar_rejects(answer: object, said: str, capsys: Capture) -> None:
+    assert not check_mcnemar(fixed=8, regressed=2, answer=answer)
+    assert said in capsys.readouterr().out
+
+
+MOVED = {
+    ("correct", "correct"): 9,
+    ("correct", "wrong_integer"): 3,
+    ("token_limit", "correct"): 3,
+    ("token_limit", "token_limit"): 1,
+    ("invalid_final_line", "correct"): 2,
+    ("wrong_integer", "wrong_integer"): 2,
+}
+READ = {"right_before": 12, "right_after": 14, "fixed": 5, "regressed": 3}
+
+
+def test_transitions_solved() -> None:
+    assert check_transitions(MOVED, READ)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("right_before", ..., "replace the ..."),
+        ("right_before", 14, "rows are before"),
+        ("right_after", 12, "rows are before"),
+        ("fixed", 3, "rows are before"),
+        ("regressed", 5, "rows are before"),
+        ("right_before", 9, "add up the row"),
+        ("fixed", 14, "without the tasks that were right all along"),
+        ("regressed", "three", "not 'three'"),
+    ],
+)
+def test_transitions_rejects(
+    name: str, value: object, said: str, capsys: Capture
+) -> None:
+    assert not check_transitions(MOVED, {**READ, name: value})
 
 
 KINDS = {

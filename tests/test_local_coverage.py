@@ -18,7 +18,10 @@ from rlhelpers.local.store import CheckpointStore
 README = Path(rlhelpers.local.__file__).with_name("README.md").read_text("utf-8")
 ENDPOINTS = dict(re.findall(r"^\| `((?:GET|POST|DELETE) \w+)` \| (\w+)", README, re.M))
 REFUSED = {
-    "POST load_adapter": ("POST", f"{TRAINING}/load_adapter"),
+    f"POST {name}": ("POST", f"{TRAINING}/{name}")
+    for name in ("asample", "create_sampling_session", "weight_sync")
+} | {
+    "GET get_server_capabilities": ("GET", f"{TRAINING}/get_server_capabilities"),
 }
 
 

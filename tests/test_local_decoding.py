@@ -36,6 +36,11 @@ def decoder(base: BaseModel, rows: int | None = None) -> Decoder:
     return Decoder(base, lambda key: None, rows=rows)
 
 
+def fail(error: Exception) -> None:
+    """Where no sequence may fail."""
+    raise error
+
+
 def add(
     machine: Decoder,
     done: dict[int, Completion],
@@ -44,7 +49,9 @@ def add(
 ) -> None:
     """Queue a request whose completion goes into ``done`` under ``index``."""
     prompt, params = request
-    machine.add("base", Sequence(prompt, params, lambda c: done.update({index: c})))
+    machine.add(
+        "base", Sequence(prompt, params, lambda c: done.update({index: c}), fail)
+    )
 
 
 def finish(machine: Decoder) -> None:
@@ -263,7 +270,9 @@ def test_each_snapshot_is_loaded_for_its_own_sequences(tiny_base: BaseModel) -> 
         params = SamplingParams(6, seed=index)
         machine.add(
             key,
-            Sequence(PROMPTS[0], params, lambda c, k=(key, index): done.update({k: c})),
+            Sequence(
+                PROMPTS[0], params, lambda c, k=(key, index): done.update({k: c}), fail
+            ),
         )
     finish(machine)
     assert loads == ["a", "b", "c"]
@@ -281,7 +290,9 @@ def test_a_snapshot_that_waits_gets_its_turn(tiny_base: BaseModel) -> None:
 
     def arrive(key: str) -> None:
         params = SamplingParams(3, seed=len(order))
-        machine.add(key, Sequence(PROMPTS[1], params, lambda c: order.append(key)))
+        machine.add(
+            key, Sequence(PROMPTS[1], params, lambda c: order.append(key), fail)
+        )
 
     arrive("a")
     machine.step()
@@ -294,3 +305,60 @@ def test_a_snapshot_that_waits_gets_its_turn(tiny_base: BaseModel) -> None:
     assert order == ["a", "b"]
     machine.fail_all()
     assert not machine.has_work
+
+
+def test_weights_that_cannot_be_loaded_fail_their_own_sequences(
+    tiny_base: BaseModel,
+) -> None:
+    """The others go on, before and after, and a later load starts from scratch."""
+    base = without_end(tiny_base)
+    head = base.sampling.lm_head.weight
+    plain = head.detach().clone()
+    loads: list[str] = []
+
+    @torch.no_grad()
+    def load(key: str) -> None:
+        loads.append(key)
+        head.zero_()  # what was loaded before is gone in any case
+        if key == "broken":
+            raise OSError("cannot read it")
+        head.copy_(plain)
+
+    machine = Decoder(base, load, rows=4)
+    done: dict[tuple[str, int], Completion] = {}
+    failed: list[tuple[str, int]] = []
+    for index in range(12):
+        key = ("good", "broken", "also-good")[index % 3]
+        name = (key, index)
+        params = SamplingParams(6, seed=index)
+        machine.add(
+            key,
+            Sequence(
+                PROMPTS[0],
+                params,
+                lambda c, n=name: done.update({n: c}),
+                lambda error, n=name: failed.append(n),
+            ),
+        )
+    finish(machine)
+    assert failed == [("broken", index) for index in (1, 4, 7, 10)]
+    assert loads == ["good", "broken", "also-good"]
+    machine.add("broken", Sequence(PROMPTS[0], params, fail, lambda e: failed.clear()))
+    finish(machine)
+    assert not failed
+    (again,) = complete_as(machine, "also-good", SamplingParams(6, seed=2))
+    assert again == done["also-good", 2]
+    for (_, index), completion in done.items():
+        expected, _ = reference(base, PROMPTS[0], SamplingParams(6, seed=index))
+        assert completion.tokens == expected
+    assert len(done) == 8
+
+
+def complete_as(
+    machine: Decoder, snapshot: str, params: SamplingParams
+) -> list[Completion]:
+    """One completion of a given snapshot."""
+    done: list[Completion] = []
+    machine.add(snapshot, Sequence(PROMPTS[0], params, done.append, fail))
+    finish(machine)
+    return done

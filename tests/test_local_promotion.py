@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,6 @@ pytest_plugins = ("local_fixtures",)
 
 TOKENS = [72, 101, 108, 108, 111, 32]
 TARGETS = [101, 108, 108, 111, 32, 119]
-
-
-@pytest.fixture
-def client(service: LocalService) -> Iterator[FiretitanServiceClient]:
-    opened = FiretitanServiceClient(base_url=service.base_url, api_key=service.api_key)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
@@ -232,6 +225,59 @@ def test_a_taken_model_id_is_not_overwritten(
         control.promote_session_checkpoint(second, "taken", TINY)
     path = Path(promoted["localFolder"]) / "adapter_model.safetensors"
     assert path.read_bytes() == content
+
+
+def test_a_promoted_model_is_trained_on(
+    connect: Callable[..., Any], client: Any, control: FireworksClient
+) -> None:
+    policy = trained(client, seed=5)
+    expected = service_logprobs(policy)
+    policy.save_weights_for_sampler("final").result()
+    (row,) = rows_of(control, client)
+    name = control.promote_session_checkpoint(row["name"], "onwards", TINY)["name"]
+    client.delete_training_session()
+
+    other = trained(connect(), seed=6)
+    assert service_logprobs(other) != expected
+    answer = other.load_adapter(name).result()
+    assert (answer.model_id, answer.adapter_path) == (other.model_id, name)
+    assert service_logprobs(other) == expected
+    other.forward_backward([datum()], "cross_entropy").result()
+    other.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    assert service_logprobs(other) != expected
+
+
+def test_adapters_that_do_not_fit_are_refused(
+    connect: Callable[..., Any], client: Any, control: FireworksClient
+) -> None:
+    policy = trained(client, seed=5)
+    policy.save_weights_for_sampler("final").result()
+    (row,) = rows_of(control, client)
+    name = control.promote_session_checkpoint(row["name"], "fits", TINY)["name"]
+    make = connect().create_lora_training_client
+    cases = [
+        (make(OTHER, rank=4), name, f"{TINY}.*{OTHER}.*a new run"),
+        (make(TINY, rank=8), name, "rank 4.*rank 8"),
+        (connect().create_training_client(TINY, 4, lora_alpha=16), name, "alpha 32"),
+        (policy, "accounts/local/models/none", "no promoted model"),
+        (policy, "accounts/local/models/../../x", "no promoted model"),
+        (policy, "gs://bucket/adapter", "no promoted model"),
+    ]
+    for model, path, message in cases:
+        with pytest.raises(Exception, match=f"(?s){message}"):
+            model.load_adapter(path).result()
+        assert len(service_logprobs(model)) == 6
+
+
+def test_a_damaged_adapter_is_named(client: Any, control: FireworksClient) -> None:
+    policy = trained(client, seed=5)
+    policy.save_weights_for_sampler("final").result()
+    (row,) = rows_of(control, client)
+    promoted = control.promote_session_checkpoint(row["name"], "damaged", TINY)
+    path = Path(promoted["localFolder"]) / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(Exception, match="'damaged' is damaged"):
+        policy.load_adapter(promoted["name"]).result()
 
 
 # --- raw HTTP and the store ---------------------------------------------------------

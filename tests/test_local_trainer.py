@@ -537,7 +537,13 @@ def test_merged_weights_sample_what_the_trainer_computes(
         prompt = tuple(range(40, 60 + index))
         params = SamplingParams(30, seed=index)
         decoder.add(
-            "m", Sequence(prompt, params, lambda c, p=prompt: done.append((p, c)))
+            "m",
+            Sequence(
+                prompt,
+                params,
+                lambda c, p=prompt: done.append((p, c)),
+                lambda error: pytest.fail(str(error)),
+            ),
         )
     while decoder.has_work:
         decoder.step()

@@ -17,6 +17,8 @@ import nbformat
 import papermill
 import pytest
 
+from rlhelpers.sampling import rollout_seed
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -130,6 +132,53 @@ def check_01(notebook: Any, folder: Path) -> None:
     assert "wrong_integer   read as 407" in text  # ANSWER was graded, and for 12 × 34
 
 
+def calibrations(folder: Path) -> list[list[dict[str, Any]]]:
+    """The rollouts of each calibration, in the order they were run."""
+    files = sorted(
+        folder.glob("calibrate-*/rollouts.jsonl"), key=lambda p: p.stat().st_mtime
+    )
+    return [
+        [json.loads(line) for line in file.read_text().splitlines()] for file in files
+    ]
+
+
+def check_02(notebook: Any, folder: Path) -> None:
+    first, easy, large, short, heat = calibrations(folder)
+    # TASKS 3 × GROUP_SIZE 2, within MIN_OPERAND 2 to MAX_OPERAND 12, under MAX_TOKENS
+    for batch in (first, easy, large, short):
+        assert len(batch) == 6
+        assert len({row["task"] for row in batch}) == 3
+    operands = [value for row in first for value in row["args"].values()]
+    assert min(operands) >= 2
+    assert max(operands) <= 12
+    assert max(row["output_tokens"] for row in first + easy + large) <= 48
+    assert max(row["output_tokens"] for row in short) <= 24
+    # 36 cells × HEAT_MAP_TASKS 1 × HEAT_MAP_GROUP_SIZE 2
+    assert len(heat) == 72
+    assert len({row["task"] for row in heat}) == 36
+    seeds = {row["seed"] for row in first}
+    assert seeds == {rollout_seed(3, 0, t, r) for t in range(3) for r in range(2)}
+    text = printed(notebook)
+    assert "6 rollouts:" in text
+    assert text.count("reward 1   correct") + text.count("reward 0   ") == 2  # SAMPLES
+    assert "Token ceiling    5,000,000" in text  # TOKEN_LIMIT
+
+
+def check_03(notebook: Any, folder: Path) -> None:
+    (calibration,) = calibrations(folder)
+    assert len(calibration) == 24 * 8
+    assert max(row["output_tokens"] for row in calibration) <= 100
+    assert max(value for row in calibration for value in row["args"].values()) <= 60
+    (metrics, *_) = sorted(folder.glob("step-*/metrics.jsonl"))
+    row = json.loads(metrics.read_text().splitlines()[0])
+    assert (row["rollouts"], row["max_tokens"]) == (12, 100)  # 2 × 6
+    assert row["learning_rate"] == 2e-3
+    for phase in ("before", "after"):
+        (file,) = folder.glob(f"{phase}-*/rollouts.jsonl")
+        assert len(file.read_text().splitlines()) == 3
+    assert "Token ceiling    5,000,000" in printed(notebook)
+
+
 def check_04(notebook: Any, folder: Path) -> None:
     (metrics,) = folder.glob("full-run-*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -150,6 +199,34 @@ def check_04(notebook: Any, folder: Path) -> None:
     assert "1 steps recorded: [1]" in text  # INTERRUPT_AFTER
     assert "12 training tasks" not in text
     assert "6 training tasks, 6 held out, operands 2 to 12" in text
+
+
+def check_05(notebook: Any, folder: Path) -> None:
+    (short,) = folder.glob("short-run-*/metrics.jsonl")  # there was no run to read
+    rows = [json.loads(line) for line in short.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert {row["max_tokens"] for row in rows} == {96}
+    assert json.loads(short.with_name("resume.json").read_text())["seed"] == 5
+    (ranges,) = folder.glob("ranges-*/rollouts.jsonl")
+    records = [json.loads(line) for line in ranges.read_text().splitlines()]
+    counts = {
+        phase: sum(record["phase"] == phase for record in records)
+        for phase in dict.fromkeys(record["phase"] for record in records)
+    }
+    assert counts == {
+        "again": 6,
+        "base 2-9": 6,
+        "trained 2-9": 6,
+        "base 100-120": 6,
+        "trained 100-120": 6,
+    }
+    low = [r["args"].values() for r in records if r["phase"] == "base 2-9"]
+    assert all(2 <= operand <= 9 for operands in low for operand in operands)
+    assert max(record["output_tokens"] for record in records) <= 96
+    text = printed(notebook)
+    assert "no finished run here" in text
+    assert "2 steps on tiny-arithmetic, 6 held-out tasks" in text
+    assert "6 of 6 replies are as recorded after training" in text
 
 
 def check_06(notebook: Any, folder: Path) -> None:
@@ -182,6 +259,34 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
         {"A": 12, "B": 34, "ANSWER": "12 * 34 = 407\n407"},
         check_01,
     ),
+    "02_calibration": (
+        {
+            "SEED": 3,
+            "MIN_OPERAND": 2,
+            "MAX_OPERAND": 12,
+            "TASKS": 3,
+            "GROUP_SIZE": 2,
+            "MAX_TOKENS": 48,
+            "SAMPLES": 2,
+            "HEAT_MAP_TASKS": 1,
+            "HEAT_MAP_GROUP_SIZE": 2,
+            "TOKEN_LIMIT": 5_000_000,
+        },
+        check_02,
+    ),
+    "03_one_update": (
+        {
+            "SEED": 1,
+            "MIN_OPERAND": 11,
+            "MAX_OPERAND": 60,
+            "GROUP_SIZE": 6,
+            "MAX_TOKENS": 100,
+            "LEARNING_RATE": 2e-3,
+            "EVALUATION_TASKS": 3,
+            "TOKEN_LIMIT": 5_000_000,
+        },
+        check_03,
+    ),
     "04_full_run": (
         {
             "SEED": 5,
@@ -196,6 +301,16 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "INTERRUPT_AFTER": 1,
         },
         check_04,
+    ),
+    "05_before_and_after": (
+        {
+            "SEED": 5,
+            "EVALUATION_TASKS": 6,
+            "MAX_TOKENS": 96,
+            "RANGES": [[2, 9], [100, 120]],
+            "STEPS": 2,
+        },
+        check_05,
     ),
     "06_checkpoints": (
         {

@@ -13,12 +13,22 @@ from matplotlib.figure import Figure
 
 from rlhelpers import plots
 from rlhelpers.analysis import (
+    CAUSES,
     OUTCOMES,
     OutcomeSummary,
+    compare_before_after,
     summarize_outcomes,
     wilson_interval,
 )
+from rlhelpers.calibration import GroupSummary
 from rlhelpers.metrics import StepMetrics
+
+SMALL, LARGE = (1, 9), (10, 99)
+CELLS = {
+    (SMALL, SMALL): GroupSummary(3, 1, 0.9, 0.2),
+    (SMALL, LARGE): GroupSummary(3, 2, 0.6, 0.5),
+    (LARGE, LARGE): GroupSummary(3, 2, 0.3, 0.4),
+}
 
 
 @pytest.fixture
@@ -48,6 +58,7 @@ def rollouts(record: Callable[..., Any]) -> list[Any]:
 
 
 def draw_all(metrics: list[StepMetrics], rollouts: list[Any]) -> list[Figure]:
+    paired = rollouts[::4], rollouts[3::4]  # one rollout of each task
     return [
         plots.plot_learning_curve(metrics, held_out={0: 0.5, 8: 0.9}),
         plots.plot_training_dashboard(metrics),
@@ -55,6 +66,11 @@ def draw_all(metrics: list[StepMetrics], rollouts: list[Any]) -> list[Figure]:
         plots.plot_token_lengths(rollouts, rollouts, 160),
         plots.plot_advantages([1, 0, 0, 0], [1.5, -0.5, -0.5, -0.5]),
         plots.plot_calibration_bars(rollouts),
+        plots.plot_range_heatmap(CELLS),
+        plots.plot_logprob_changes([[0.1, 0.2], [-0.1]], [1.0, -1.0], ["a", "b"]),
+        plots.plot_transitions({("correct", "correct"): 3}),
+        plots.plot_tokens_by_cause(rollouts, rollouts[:12]),
+        plots.plot_accuracy_by_range({"1 to 9": compare_before_after(*paired)}),
         plots.plot_checkpoints(metrics, {0: summarize_outcomes(rollouts)}),
     ]
 
@@ -165,6 +181,102 @@ def test_n05_a_notebook_cell_shows_exactly_one_image() -> None:
         for cell in notebook.cells
     ]
     assert images == [1, 0, 1]
+
+
+def written(figure: Figure, panel: int = 0) -> list[str]:
+    return [text.get_text() for text in figure.axes[panel].texts]
+
+
+def test_the_heat_map_writes_each_cell_and_leaves_gaps() -> None:
+    figure = plots.plot_range_heatmap(CELLS)
+    assert written(figure, 0) == ["0.90", "0.60", "0.30"]
+    assert written(figure, 1) == ["0.20", "0.50", "0.40"]
+    assert "3 groups per cell" in figure.axes[0].get_title()
+
+
+def test_the_signal_is_largest_at_one_half() -> None:
+    left, right = plots.plot_group_signal((2, 4)).axes
+    line = left.lines[0].get_xydata()
+    assert line[np.argmax(line[:, 1])] == pytest.approx([0.5, 0.5])
+    # half flat in groups of two at p = 0.5, an eighth in groups of four
+    middles = [float(line.get_xydata()[100][1]) for line in right.lines]
+    assert middles == pytest.approx([0.5, 0.125])
+
+
+def test_a_datum_is_drawn_target_by_target() -> None:
+    figure = plots.plot_datum(["a", " b", "\n"], [0, 1.5, 1.5], [0, -0.2, -0.1])
+    assert written(figure) == ["a", "masked", "␣b", "+1.50  -0.20", "⏎", "+1.50  -0.10"]
+    assert "3 targets: 1 masked (grey), 2 trained" in figure.axes[0].get_title()
+    with pytest.raises(ValueError, match="2 tokens, 1 advantages"):
+        plots.plot_datum(["a", "b"], [0], [0, 0])
+
+
+def test_changes_are_coloured_by_the_way_they_were_pushed() -> None:
+    figure = plots.plot_logprob_changes(
+        [[0.1, 0.3], [-0.2]], [1.0, -1.0], ["up", "down"]
+    )
+    dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    colors = [to_rgb(line.get_color()) for line in dots]
+    assert colors == [
+        to_rgb(plots.COLORS["correct"]),
+        to_rgb(plots.COLORS["wrong_integer"]),
+    ]
+    marks = [line for line in figure.axes[0].lines if line.get_marker() == "|"]
+    means = [line.get_xdata() for line in marks]
+    assert [float(np.ravel(x)[0]) for x in means] == pytest.approx([0.2, -0.2])
+
+
+def test_transition_cells_show_the_counts() -> None:
+    moved = {
+        ("correct", "correct"): 9,
+        ("correct", "wrong_integer"): 2,
+        ("token_limit", "correct"): 3,
+        ("wrong_integer", "correct"): 1,
+    }
+    figure = plots.plot_transitions(moved)
+    axes = figure.axes[0]
+    cells = {text.get_position(): text.get_text() for text in axes.texts}
+    for (old, new), count in moved.items():
+        assert cells[CAUSES.index(new), CAUSES.index(old)] == str(count)
+    assert sum(map(int, cells.values())) == 15
+    assert len(cells) == 16
+    labels = [patch.get_label() for patch in axes.patches]
+    assert labels == ["fixed: 4", "regressed: 2"]
+    assert axes.get_title() == "15 tasks, before and after training"
+
+
+def test_token_bars_add_up_to_the_tokens_spent(record: Callable[..., Any]) -> None:
+    before = [
+        record("t1", "correct", output_tokens=40),
+        record("t2", "invalid_final_line", output_tokens=160, token_limit=True),
+    ]
+    after = [record("t1", output_tokens=40), record("t2", output_tokens=50)]
+    axes = plots.plot_tokens_by_cause(before, after).axes[0]
+    bars = [bar for bar in axes.patches if bar.get_width()]
+    assert [(bar.get_x(), bar.get_width()) for bar in bars] == [
+        (0, 40),
+        (40, 160),
+        (0, 90),
+    ]
+    assert [text.get_text() for text in axes.texts] == [
+        "40 (20%)",
+        "160 (80%)",
+        "90 (100%)",
+    ]
+    assert "200 in 2 replies before, 90 in 2 after" in axes.get_title()
+
+
+def test_ranges_are_drawn_with_their_intervals(record: Callable[..., Any]) -> None:
+    before = [record(f"t{i}", OUTCOMES[i % 2]) for i in range(10)]
+    after = [record(f"t{i}") for i in range(10)]
+    comparison = compare_before_after(before, after)
+    figure = plots.plot_accuracy_by_range({"1 to 9": comparison}, trained="1 to 9")
+    axes = figure.axes[0]
+    points = [bars.lines[0].get_ydata()[0] for bars in axes.containers]
+    assert points == [0.5, 1.0]
+    (segment,) = axes.containers[0].lines[2][0].get_segments()
+    assert segment[:, 1] == pytest.approx([0.2366, 0.7634], abs=5e-5)  # 5 of 10
+    assert axes.get_xticklabels()[0].get_text() == "1 to 9\n10 tasks\n(trained range)"
 
 
 def test_checkpoints_show_their_intervals(metrics: list[StepMetrics]) -> None:

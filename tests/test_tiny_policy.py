@@ -157,11 +157,25 @@ def test_it_is_able_but_badly_behaved() -> None:
 
 def test_a_short_pretraining_writes_a_folder_that_loads(tmp_path: Path) -> None:
     phase = pretrain.Phase("form", 3, 1.0, 1.0)
-    config = pretrain.PretrainConfig(
-        phases=(phase,), warmup_steps=1, replies_per_step=4
-    )
+    config = pretrain.PretrainConfig(phases=(phase,), warmup_steps=1)
     pretrain.pretrain(config, tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path)
     fresh = pretrain.build_model(corpus.build_tokenizer())
     assert pretrain.count_parameters(model) == pretrain.count_parameters(fresh)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template
+
+
+def test_a_restarting_phase_can_be_run_alone(tmp_path: Path) -> None:
+    def phase(name: str, restart: bool) -> pretrain.Phase:
+        return pretrain.Phase(name, 2, 0.1, 0.05, replies=2, works=1, restart=restart)
+
+    first, last = phase("first", False), phase("last", True)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    pretrain.pretrain(pretrain.PretrainConfig(phases=(first, last)), whole)
+    pretrain.pretrain(pretrain.PretrainConfig(phases=(first,)), parts)
+    pretrain.pretrain(pretrain.PretrainConfig(phases=(last,)), parts, start=parts)
+    weights = [
+        LlamaForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (whole, parts)
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ipywidgets
 import pytest
 
+from rlhelpers.calibration import CalibrationSettings
 from rlhelpers.metrics import StepMetrics
 from rlhelpers.training import StepResult
-from rlhelpers.widgets import TrainingDashboard, answer_box
+from rlhelpers.widgets import CalibrationPanel, TrainingDashboard, answer_box
 
 
 class Shown:
@@ -84,3 +86,105 @@ def test_a_resumed_dashboard_keeps_the_steps_and_draws_anew(shown: Shown) -> Non
     assert len(first.metrics) == 2
     assert later.ratio_errors == [1e-5, 1e-5, 2e-5, 2e-5]
     assert len(shown.contents) == 4  # a line and a figure in each of the two cells
+
+
+# -- the calibration panel ----------------------------------------------------------
+
+START = CalibrationSettings(a=(10, 99), b=(10, 99), max_tokens=160)
+
+
+class Recalibrations:
+    """Stands where the notebook's own function stands, and waits to be let go."""
+
+    def __init__(self) -> None:
+        self.asked: list[CalibrationSettings] = []
+        self.go = asyncio.Event()
+
+    async def __call__(self, settings: CalibrationSettings) -> object:
+        self.asked.append(settings)
+        await self.go.wait()
+        if settings.max_tokens == 16:
+            raise ValueError("a limit of <16> is too short")
+        return [f"{settings.rollouts} rollouts", "a second part"]
+
+
+def panel_for(recalibrate: Recalibrations) -> CalibrationPanel:
+    return CalibrationPanel(
+        recalibrate,
+        start=START,
+        operands=(1, 9, 100, 999),
+        token_limits=(16, 64),
+        prompt_tokens=38,
+    )
+
+
+def texts(panel: CalibrationPanel) -> list[str]:
+    return [str(output["data"]["text/plain"]) for output in panel.result.outputs]
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_dragging_sends_nothing_and_shows_the_bound() -> None:
+    recalibrate = Recalibrations()
+    panel = panel_for(recalibrate)
+    assert panel.settings == START
+    assert "6 tasks × 4 = 24 rollouts, at most 4,752 tokens" in panel.status.value
+    panel.group_size.value = 8
+    panel.a.value = (1, 9)
+    panel.max_tokens.value = 64
+    await settle()
+    assert recalibrate.asked == []
+    # 48 rollouts of at most 38 + 64 tokens
+    assert "48 rollouts, at most 4,896 tokens" in panel.status.value
+    assert (panel.settings.a, panel.settings.b) == ((1, 9), (10, 99))
+
+
+async def test_a_click_calibrates_with_what_the_sliders_show() -> None:
+    recalibrate = Recalibrations()
+    panel = panel_for(recalibrate)
+    panel.b.value = (1, 9)
+    panel.button.click()
+    await settle()
+    assert panel.status.value == "Sampling …"
+    recalibrate.go.set()
+    await settle()
+    assert [settings.b for settings in recalibrate.asked] == [(1, 9)]
+    assert texts(panel) == ["'24 rollouts'", "'a second part'"]
+    panel.group_size.value = 2
+    panel.button.click()
+    await settle()
+    assert texts(panel) == ["'12 rollouts'", "'a second part'"]  # in place of the first
+
+
+async def test_a_second_click_while_one_runs_is_refused() -> None:
+    recalibrate = Recalibrations()
+    panel = panel_for(recalibrate)
+    panel.button.click()
+    await settle()
+    panel.button.click()
+    await settle()
+    assert len(recalibrate.asked) == 1
+    assert "is running" in panel.status.value
+    recalibrate.go.set()
+    await settle()
+    panel.button.click()
+    await settle()
+    assert len(recalibrate.asked) == 2
+
+
+async def test_n03_an_error_in_the_callback_is_seen() -> None:
+    recalibrate = Recalibrations()
+    recalibrate.go.set()
+    panel = panel_for(recalibrate)
+    panel.max_tokens.value = 16
+    panel.button.click()
+    await settle()
+    assert texts(panel) == ["ValueError: a limit of <16> is too short"]
+    assert "&lt;16&gt;" in panel.result.outputs[0]["data"]["text/html"]
+    panel.max_tokens.value = 64  # and the panel still works
+    panel.button.click()
+    await settle()
+    assert texts(panel) == ["'24 rollouts'", "'a second part'"]

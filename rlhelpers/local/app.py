@@ -13,28 +13,28 @@ import hmac
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .adapters import LoraSettings
-from .batches import parse_data
+from .batches import MAX_TARGETS, TrainingDatum, parse_data
 from .decoding import Completion
 from .engine import Engine, LoadedModel, ServiceClosed
 from .futures import Futures, Operation, Result, UnknownFuture, outcome
 from .loading import UnknownModel
 from .losses import resolve_config
-from .promotion import PromotedModel, parse_row_id, promote, row_id
+from .promotion import PromotedModel, load_promoted, parse_row_id, promote, row_id
 from .sampling import SamplingParams
 from .sessions import ClientModel, Registry, UnknownName
 from .store import ACCOUNT, CheckpointInfo, CheckpointRef, CheckpointStore
-from .trainer import AdamSettings
+from .trainer import AdamSettings, PassResult
 
 PREFIX = "/training/v1/serverless"
 TRAINING = f"{PREFIX}/api/v1"
@@ -80,6 +80,7 @@ class TrainingApi:
             "save_weights": self.save_weights,
             "save_weights_for_sampler": self.save_weights_for_sampler,
             "load_weights": self.load_weights,
+            "load_adapter": self.load_adapter,
             "retrieve_future": self.retrieve_future,
             "create_sampling_route": self.create_sampling_route,
         }
@@ -100,7 +101,7 @@ class TrainingApi:
                 methods=["GET"],
             ),
             Route("/v1/accounts", self.accounts, methods=["GET"]),
-            Route(session, self.delete_session, methods=["DELETE"]),
+            Route(session, _refusals(self.delete_session), methods=["DELETE"]),
             Route(
                 f"{session}/checkpoints", _refusals(self.checkpoints), methods=["GET"]
             ),
@@ -134,33 +135,33 @@ class TrainingApi:
         return {"status": "accepted"}
 
     async def create_model(self, body: dict[str, Any]) -> Result:
-        """Load the base model and attach a new LoRA adapter."""
+        """Load the base model and attach a new LoRA adapter, or none (reference)."""
         _only(
             body,
             "session_id",
             "model_seq_id",
             "base_model",
             "lora_config",
+            "base_only",
             "user_metadata",
         )
         session = self.registry.session(body.get("session_id"))
         number = _integer(body, "model_seq_id")
         if number in session.created:
             return {"request_id": session.created[number]}
-        base_model, lora = body.get("base_model"), body.get("lora_config")
+        base_model = body.get("base_model")
         if not isinstance(base_model, str):
             raise Refused(f"base_model must be a name, got {base_model!r}")
-        if not isinstance(lora, Mapping):
-            raise Refused(
-                "create_model without lora_config: the local service trains LoRA "
-                "adapters only (reference models are not supported)"
-            )
-        settings = LoraSettings.from_wire(lora)
+        settings = _lora_settings(body)
 
         async def create() -> Result:
             loading = self.engine.call(lambda: self.engine.model(base_model))
             loaded = await asyncio.wrap_future(loading)
+            if session.session_id not in self.registry.sessions:
+                raise Refused("the session has ended: connect again")
             model = self.registry.add_model(session, base_model, settings, number)
+            if settings is None:
+                return {"type": "create_model", "model_id": model.model_id}
             try:
                 await self._compute(
                     lambda: loaded.trainer.create(model.model_id, settings)
@@ -179,8 +180,8 @@ class TrainingApi:
         return {
             "type": "get_info",
             "model_id": model.model_id,
-            "is_lora": True,
-            "lora_rank": model.settings.rank,
+            "is_lora": model.settings is not None,
+            "lora_rank": model.settings.rank if model.settings else None,
             "model_data": {
                 "model_name": model.base_model,
                 "tokenizer_id": model.base_model,
@@ -188,7 +189,7 @@ class TrainingApi:
         }
 
     async def unload_model(self, body: dict[str, Any]) -> Result:
-        """Free a model; its checkpoints stay."""
+        """Free a model after its last operation; its checkpoints stay."""
         model = self.registry.model(body.get("model_id"))
 
         async def unload() -> Result:
@@ -196,7 +197,8 @@ class TrainingApi:
             self.registry.models.pop(model.model_id, None)
             return {"type": "unload_model", "model_id": model.model_id}
 
-        return {"request_id": self._start(unload), "model_id": model.model_id}
+        ticket = model.operations.finish(unload)
+        return {"request_id": ticket, "model_id": model.model_id}
 
     async def weights_info(self, body: dict[str, Any]) -> Result:
         """What a client must know to create a model that fits a checkpoint."""
@@ -233,19 +235,32 @@ class TrainingApi:
             loaded = self._loaded(model)
             # `forward` ignores the loss; its name still says which tensors to expect.
             loss_fn = str(request.get("loss_fn"))
-            config = resolve_config(loss_fn, request.get("loss_fn_config"))
+            wanted = request.get("loss_fn_config")
             data = parse_data(request.get("data"), loss_fn, loaded.limits)
-            result = loaded.trainer.run(
-                model.model_id, data, loss_fn, config, backward=backward
-            )
-            outputs = [{"logprobs": _tensor(values)} for values in result.logprobs]
+            top_k = 0
+            if not backward and isinstance(wanted, Mapping) and "top_k" in wanted:
+                top_k = _top_k(wanted["top_k"], data, loaded.base.vocab_size)
+                wanted = {k: v for k, v in wanted.items() if k != "top_k"}
+            config = resolve_config(loss_fn, wanted)
+            trainer = loaded.trainer
+            if model.settings is None:
+                result = trainer.run_base(data, loss_fn, config, top_k=top_k)
+            else:
+                result = trainer.run(
+                    model.model_id,
+                    data,
+                    loss_fn,
+                    config,
+                    backward=backward,
+                    top_k=top_k,
+                )
             return {
                 "loss_fn_output_type": f"{loss_fn}_output",
-                "loss_fn_outputs": outputs,
+                "loss_fn_outputs": _pass_outputs(data, result, top_k),
                 "metrics": result.metrics,
             }
 
-        return self._submit(model, body, compute)
+        return self._submit(model, body, compute, reference_too=not backward)
 
     async def optim_step(self, body: dict[str, Any]) -> Result:
         """One AdamW step."""
@@ -333,6 +348,23 @@ class TrainingApi:
 
         return self._submit(model, body, compute)
 
+    async def load_adapter(self, body: dict[str, Any]) -> Result:
+        """Continue from a promoted model: its weights, with a fresh optimizer."""
+        model = self.registry.model(body.get("model_id"))
+
+        def compute() -> Result:
+            _only(body, "model_id", "seq_id", "adapter_path")
+            path = body.get("adapter_path")
+            weights = load_promoted(self.store, path, model.base_model)
+            self._loaded(model).trainer.load(model.model_id, weights, None)
+            return {
+                "type": "load_adapter",
+                "model_id": model.model_id,
+                "adapter_path": path,
+            }
+
+        return self._submit(model, body, compute)
+
     async def retrieve_future(self, body: dict[str, Any]) -> Result:
         """The result of an operation; waits for it a while."""
         ticket = body.get("request_id")
@@ -356,7 +388,8 @@ class TrainingApi:
             params = _sampling_params(body)
             sampled = self.engine.sample(weights, body.get("prompt"), params)
             completion = await asyncio.wrap_future(sampled)
-            if not all(map(math.isfinite, completion.logprobs)):
+            known = completion.prompt_logprobs + completion.logprobs
+            if not all(map(math.isfinite, known)):
                 raise Refused(
                     "the model's probabilities are not finite: its training has "
                     "diverged; go back to a checkpoint and lower the learning rate"
@@ -366,7 +399,7 @@ class TrainingApi:
             return _error(str(error), getattr(error, "status", 400))
         except ServiceClosed as error:
             return _error(str(error), 503, "closed")
-        event = json.dumps(_completion_event(completion, len(body["prompt"])))
+        event = json.dumps(_completion_event(completion, body["prompt"]))
         return Response(
             f"data: {event}\n\ndata: [DONE]\n\n",
             media_type="text/event-stream",
@@ -383,12 +416,10 @@ class TrainingApi:
     async def delete_session(self, request: Request) -> Response:
         """End a session: its models and sampler checkpoints go."""
         session_id = request.path_params["session_id"]
-        session = self.registry.sessions.pop(session_id, None)
-        if session is None:
-            return _error(f"session {session_id!r} is not open", 404)
-        for model_id in session.model_ids:
-            if (model := self.registry.models.pop(model_id, None)) is not None:
-                await self._unload(model)
+        self.registry.session(session_id)
+        for model in self.registry.close_session(session_id):
+            await model.operations.abort("the session has ended: connect again")
+            await self._unload(model)
         self.store.close_session(session_id)
         return JSONResponse({})
 
@@ -434,17 +465,26 @@ class TrainingApi:
         return self.engine.model(model.base_model)
 
     async def _unload(self, model: ClientModel) -> None:
+        if model.settings is None:
+            return
         await self._compute(lambda: self._loaded(model).trainer.unload(model.model_id))
 
     async def _compute(self, operation: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self.engine.call(operation))
 
     def _submit(
-        self, model: ClientModel, body: dict[str, Any], compute: Callable[[], Result]
+        self,
+        model: ClientModel,
+        body: dict[str, Any],
+        compute: Callable[[], Result],
+        *,
+        reference_too: bool = False,
     ) -> Result:
         """Queue an operation of ``model`` and answer with its ticket."""
         seq_id = _integer(body, "seq_id", least=1)
-        ticket = model.operations.submit(seq_id, lambda: self._compute(compute))
+        runs = model.settings is not None or reference_too
+        operation = compute if runs else _refuse_on_reference
+        ticket = model.operations.submit(seq_id, lambda: self._compute(operation))
         return {"request_id": ticket, "model_id": model.model_id}
 
     def _start(self, operation: Operation) -> str:
@@ -509,7 +549,7 @@ def build_app(api: TrainingApi, api_key: str) -> ASGIApp:
         routes=api.routes(),
         exception_handlers={
             404: _not_supported,
-            405: _not_supported,
+            405: _wrong_method,
             Exception: _internal_error,
         },
     )
@@ -548,6 +588,8 @@ async def _read_object(request: Request) -> dict[str, Any]:
         body = json.loads(await request.body())
     except RecursionError:
         raise Refused("the body is nested too deeply") from None
+    except ClientDisconnect:
+        raise Refused("the client hung up before the body's end") from None
     except UnicodeDecodeError as error:
         raise Refused(f"the body is not UTF-8: {error}") from None
     if not isinstance(body, dict):
@@ -595,6 +637,40 @@ def _number(body: Mapping[str, Any], name: str, default: float) -> float:
     return number
 
 
+def _lora_settings(body: Mapping[str, Any]) -> LoraSettings | None:
+    """The adapter that ``create_model`` asks for; ``None`` for a reference model."""
+    lora = body.get("lora_config")
+    if body.get("base_only") is True and lora is None:
+        return None
+    if not isinstance(lora, Mapping) or body.get("base_only"):
+        raise Refused(
+            "create_model needs either a lora_config (the local service trains LoRA "
+            "adapters only) or base_only true (a reference model), and not both"
+        )
+    return LoraSettings.from_wire(lora)
+
+
+def _refuse_on_reference() -> Result:
+    raise Refused(
+        "a reference model is the bare base model and answers forward only: create a "
+        "LoRA training client to train, save or load"
+    )
+
+
+def _top_k(raw: Any, data: Sequence[TrainingDatum], vocab_size: int) -> int:
+    """How many tokens of each position ``forward`` shall list."""
+    number = not isinstance(raw, bool) and isinstance(raw, int | float)
+    if not number or not 1 <= raw <= vocab_size or raw != int(raw):
+        raise Refused(f"top_k must be an integer from 1 to {vocab_size}, got {raw!r}")
+    values = sum(len(datum) for datum in data) * int(raw)
+    if values > MAX_TARGETS:
+        raise Refused(
+            f"top_k {int(raw)} gives {values} values, more than {MAX_TARGETS}: lower "
+            "it or send fewer datums"
+        )
+    return int(raw)
+
+
 def _adam_settings(raw: Any) -> AdamSettings:
     if not isinstance(raw, Mapping):
         raise Refused("adam_params must be an object")
@@ -627,7 +703,7 @@ def _sampling_params(body: Mapping[str, Any]) -> SamplingParams:
         "raw_output",
         "logprobs",
         "perf_metrics_in_response",
-        *(["echo"] if body.get("echo") is False else []),
+        "echo",
     )
     if body.get("n") not in (None, 1):
         raise Refused(f"n must be 1, got {body['n']!r}: send one request per sample")
@@ -636,6 +712,8 @@ def _sampling_params(body: Mapping[str, Any]) -> SamplingParams:
     stop = body.get("stop") or []
     if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
         raise Refused(f"stop must be a list of non-empty strings, got {stop!r}")
+    if body.get("echo") not in (None, True, False):
+        raise Refused(f"echo must be true or false, got {body['echo']!r}")
     seed = body.get("seed")
     return SamplingParams(
         max_tokens=_integer(body, "max_tokens", least=1),
@@ -644,11 +722,17 @@ def _sampling_params(body: Mapping[str, Any]) -> SamplingParams:
         top_k=_integer({"top_k": body.get("top_k") or 0}, "top_k"),
         seed=None if seed is None else _integer(body, "seed"),
         stop=tuple(stop),
+        echo=bool(body.get("echo")),
     )
 
 
-def _completion_event(completion: Completion, prompt_tokens: int) -> Result:
+def _completion_event(completion: Completion, prompt: list[int]) -> Result:
+    # With `echo` tokens and log-probabilities start with the prompt's.
+    echoed = prompt if completion.prompt_logprobs else []
     content = [
+        {"token_id": token, "logprob": raw, "sampling_logprob": None}
+        for token, raw in zip(echoed, completion.prompt_logprobs, strict=True)
+    ] + [
         {"token_id": token, "logprob": raw, "sampling_logprob": sampled}
         for token, raw, sampled in zip(
             completion.tokens,
@@ -663,14 +747,14 @@ def _completion_event(completion: Completion, prompt_tokens: int) -> Result:
                 "index": 0,
                 "text": "",
                 "finish_reason": completion.finish_reason,
-                "raw_output": {"completion_token_ids": completion.tokens},
+                "raw_output": {"completion_token_ids": echoed + completion.tokens},
                 "logprobs": {"content": content},
             }
         ],
         "usage": {
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": len(prompt),
             "completion_tokens": len(completion.tokens),
-            "total_tokens": prompt_tokens + len(completion.tokens),
+            "total_tokens": len(prompt) + len(completion.tokens),
         },
         # Without it the SDK warns and keeps its window of parallel requests small.
         "perf_metrics": {"prefill-queue-duration": 0},
@@ -706,8 +790,22 @@ def _model_row(promoted: PromotedModel) -> Result:
     }
 
 
-def _tensor(values: list[float]) -> Result:
-    return {"data": values, "dtype": "float32", "shape": [len(values)]}
+def _pass_outputs(
+    data: Sequence[TrainingDatum], result: PassResult, top_k: int
+) -> list[Result]:
+    outputs = [
+        {"logprobs": _tensor(values, list(datum.targets.shape))}
+        for datum, values in zip(data, result.logprobs, strict=True)
+    ]
+    for output, datum, best in zip(outputs, data, result.top_k, strict=False):
+        shape = [len(datum), top_k]
+        output["top_k_logprobs"] = _tensor(best.logprobs, shape)
+        output["top_k_indices"] = {**_tensor(best.tokens, shape), "dtype": "int64"}
+    return outputs
+
+
+def _tensor(values: Sequence[float], shape: list[int]) -> Result:
+    return {"data": values, "dtype": "float32", "shape": shape}
 
 
 def _error(message: str, status: int, code: str = "bad_request") -> JSONResponse:
@@ -730,6 +828,17 @@ async def _not_supported(request: Request, error: Exception) -> Response:
         404,
         "not_supported",
     )
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    allowed = (getattr(error, "headers", None) or {}).get("Allow", "another method")
+    answer = _error(
+        f"{request.url.path} takes {allowed}, not {request.method}",
+        405,
+        "method_not_allowed",
+    )
+    answer.headers["Allow"] = allowed
+    return answer
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

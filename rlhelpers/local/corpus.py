@@ -227,6 +227,22 @@ def draw_examples(
     return examples
 
 
+def draw_works(count: int, mix: SizeMix, rng: random.Random) -> list[tuple[str, str]]:
+    """Draw (start of the work, rest of a clean reply) pairs, without the prompt.
+
+    The work restates its operands, so all that follows can be learnt without the
+    prompt, which is half of a sequence.
+    """
+    sizes, weights = zip(*mix.weights, strict=True)
+    works = []
+    for a_digits, b_digits in rng.choices(sizes, weights, k=count):
+        a, b = draw_operand(a_digits, rng), draw_operand(b_digits, rng)
+        start = f"{a} * {b} = "
+        rest = write_work(a, b).removeprefix(start)
+        works.append((f"{IM_START}assistant\n{start}", f"{rest}\n{a * b}{IM_END}"))
+    return works
+
+
 def draw_sums(count: int, rng: random.Random) -> list[tuple[str, str]]:
     """Draw (partial products, running sum) pairs: the end of the work, alone.
 

@@ -21,23 +21,29 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 
 from .loading import BaseModel
-from .sampling import SamplingParams, draw
+from .sampling import SamplingParams, draw, pick
 
 FinishReason = Literal["stop", "length"]
 LENGTH_STEP = 16  # attention runs over a whole number of these many positions
 SMALLEST_PASS = 16  # rows; below this another kernel is sure to be chosen
 CAPACITY_STEP = 64  # rows are allocated in blocks of this many positions
+PROMPT_STEP = 128  # positions of a prompt whose log-probabilities are made at a time
 PREFIX_CACHE_SIZE = 256  # prompts whose keys and values are kept for their siblings
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished sequence; the token that ended it is included."""
+    """One finished sequence; the token that ended it is included.
+
+    ``prompt_logprobs`` are empty unless they were asked for; the first is 0, because
+    nothing comes before it.
+    """
 
     tokens: list[int]
     logprobs: list[float]
     sampling_logprobs: list[float]
     finish_reason: FinishReason
+    prompt_logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -47,9 +53,11 @@ class Sequence:
     prompt: tuple[int, ...]
     params: SamplingParams
     on_done: Callable[[Completion], None]
+    on_failed: Callable[[Exception], None]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
     uniforms: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -280,14 +288,10 @@ class Decoder:
     def _admit(self) -> None:
         if not self._waiting:
             return
-        if not self._decoding:
+        while self._waiting and not self._decoding:
             snapshot = next(iter(self._waiting))
-            if snapshot != self._snapshot:
-                self._load(snapshot)
-                self._snapshot = snapshot
-                self._prefixes.clear()
-                for tile in self._tiles:
-                    tile.cache.clear()
+            if snapshot == self._snapshot or self._switch_to(snapshot):
+                break
         # A snapshot that others wait behind gets no newcomers: its turn must end.
         crowded = len(self._waiting) > 1 and self._decoding
         queue = self._waiting.get(self._snapshot or "")
@@ -296,6 +300,21 @@ class Decoder:
         while queue:
             self._seat(queue)
         del self._waiting[self._snapshot or ""]
+
+    def _switch_to(self, snapshot: str) -> bool:
+        """Load other weights; if that fails, so do those who wait for them."""
+        self._snapshot = None  # until all of it is loaded
+        self._prefixes.clear()
+        for tile in self._tiles:
+            tile.cache.clear()
+        try:
+            self._load(snapshot)
+        except Exception as error:
+            for sequence in self._waiting.pop(snapshot):
+                sequence.on_failed(error)
+            return False
+        self._snapshot = snapshot
+        return True
 
     def _seat(self, queue: deque[Sequence]) -> None:
         """Move sequences into the free rows of one tile; sample their first token."""
@@ -306,6 +325,8 @@ class Decoder:
                 break
             sequence = queue.popleft()
             prefix = self._prefix(sequence.prompt)
+            if sequence.params.echo:
+                sequence.prompt_logprobs = self._prompt_logprobs(sequence.prompt)
             tile.rows[row] = sequence
             tile.cache.insert(row, prefix)
             seated.append(row)
@@ -354,6 +375,7 @@ class Decoder:
                         sequence.logprobs,
                         sequence.sampling_logprobs,
                         reason,
+                        sequence.prompt_logprobs,
                     )
                 )
 
@@ -399,6 +421,18 @@ class Decoder:
         if len(self._prefixes) > PREFIX_CACHE_SIZE:
             self._prefixes.popitem(last=False)
         return prefix
+
+    def _prompt_logprobs(self, prompt: tuple[int, ...]) -> list[float]:
+        """Log-probability of each token of ``prompt`` given those before it."""
+        ids = torch.tensor([prompt], device=self.base.sampling.device)
+        logits = self.base.sampling(input_ids=ids, use_cache=False).logits[0]
+        found = [0.0]
+        for start in range(0, len(prompt) - 1, PROMPT_STEP):
+            stop = min(start + PROMPT_STEP, len(prompt) - 1)
+            part = logits[start:stop].to("cpu", torch.float64)
+            targets = torch.tensor(prompt[start + 1 : stop + 1])
+            found += pick(torch.log_softmax(part, dim=-1), targets)
+        return found
 
 
 def rows_per_tile(base: BaseModel) -> int:

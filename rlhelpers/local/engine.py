@@ -195,7 +195,12 @@ class Engine:
             del self._pending[id(future)]
             future.set_result(completion)
 
-        loaded.decoder.add(weights.key, Sequence(tuple(tokens), params, done))
+        def failed(error: Exception) -> None:
+            del self._pending[id(future)]
+            future.set_exception(error)
+
+        sequence = Sequence(tuple(tokens), params, done, failed)
+        loaded.decoder.add(weights.key, sequence)
 
     def _loop(self) -> None:
         while True:

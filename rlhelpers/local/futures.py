@@ -75,17 +75,20 @@ class OrderedOperations:
         self._next = 1
         self._tasks: set[asyncio.Task[None]] = set()
         self._previous: asyncio.Task[None] | None = None
+        self._closed: str | None = None  # why no further operation is taken
+        self._aborted = False
+        self._last: str | None = None
 
     def submit(self, seq_id: int, operation: Operation) -> str:
         """Queue ``operation`` under its number; a repeated number gets its ticket."""
         if seq_id in self._tickets:
             return self._tickets[seq_id]
         ticket = self._futures.open()
+        refusal = self._closed
         if seq_id < self._next:
-            self._futures.settle(
-                ticket,
-                failure(f"seq_id {seq_id} was carried out long ago", "user"),
-            )
+            refusal = f"seq_id {seq_id} was carried out long ago"
+        if refusal is not None:
+            self._futures.settle(ticket, failure(refusal, "user"))
             return ticket
         self._tickets[seq_id] = ticket
         if len(self._tickets) > KEPT_NUMBERS:
@@ -95,6 +98,31 @@ class OrderedOperations:
             self._start(*self._waiting.pop(self._next))
             self._next += 1
         return ticket
+
+    def finish(self, operation: Operation) -> str:
+        """Run ``operation`` after all that was submitted, and take no more.
+
+        What still waits for a number that never came fails. Called again, it returns
+        the first call's ticket.
+        """
+        if self._last is None:
+            self._last = self._futures.open()
+            self._close("the model is being unloaded: create it again")
+            self._start(self._last, operation)
+        return self._last
+
+    async def abort(self, reason: str) -> None:
+        """Fail everything but the operation that runs now, and wait for that one."""
+        self._aborted = True
+        self._close(reason)
+        if self._previous is not None:
+            await asyncio.wait({self._previous})
+
+    def _close(self, reason: str) -> None:
+        self._closed = reason
+        for ticket, _ in self._waiting.values():
+            self._futures.settle(ticket, failure(reason, "user"))
+        self._waiting.clear()
 
     def _start(self, ticket: str, operation: Operation) -> None:
         task = asyncio.create_task(self._run(ticket, operation, self._previous))
@@ -107,7 +135,11 @@ class OrderedOperations:
     ) -> None:
         if previous is not None:
             await asyncio.wait({previous})
-        self._futures.settle(ticket, await outcome(operation))
+        if self._aborted:
+            result = failure(self._closed or "aborted", "user")
+        else:
+            result = await outcome(operation)
+        self._futures.settle(ticket, result)
 
 
 async def outcome(operation: Operation) -> Result:

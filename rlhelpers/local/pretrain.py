@@ -1,19 +1,22 @@
 """Pre-train the tiny policy: ``python -m rlhelpers.local.pretrain``.
 
-Six phases share one stream of freshly drawn multiplications (`PHASES`):
+Seven phases, all on freshly drawn multiplications (`PHASES`):
 
 1. *form*: clean replies at a high learning rate, until the model copies operands
    and lays out its work;
 2. *work*: clean replies at a lower rate, which learns the products (at the high
    rate they stay stuck);
-3. *settle*: clean replies while the rate decays;
-4. *carry*: sums alone join in, because carrying is learnt last;
-5. *habits*: the bad habits of `rlhelpers.local.corpus` join in, while the rate
-   decays to zero;
-6. *polish*: once more from a low rate to zero, mostly on two-digit operands, for
-   the errors that are left at the course's default range.
+3. *settle*: clean replies while the rate decays, and sums alone;
+4. *carry*: more sums alone, because carrying is learnt last;
+5. *habits*: the bad habits of `rlhelpers.local.corpus` join in;
+6. *polish*: the same while the rate decays to zero, mostly on two-digit operands,
+   the course's default range;
+7. *finish*: a little more of that, in which answering at once is likelier: a guess
+   is learnt slowly, because its digits are uncertain.
 
-The habits come late because looping replies are long and teach no arithmetic.
+Three of four clean replies come without their prompt. The work restates its
+operands, so nothing is lost, and a step takes half the time. The habits come late
+because looping replies are long and teach no arithmetic.
 
 ``--evaluate FOLDER`` prints the numbers of the model card instead of training.
 """
@@ -46,6 +49,7 @@ from rlhelpers.local.corpus import (
     build_tokenizer,
     draw_examples,
     draw_sums,
+    draw_works,
     render_prompt,
     write_work,
 )
@@ -66,7 +70,11 @@ class Phase:
         start, end: shares of the peak learning rates, joined by a straight line.
         mix: how often each size of operands is drawn.
         rates: how often each habit is drawn; None for clean replies only.
-        sums: sums alone per step, besides the replies.
+        replies: prompts with replies per step.
+        works: replies without their prompt per step.
+        sums: sums alone per step.
+        restart: begin with new optimizer moments and draws of its own, so that the
+            phase can also be run alone, on a saved folder (``--only NAME``).
     """
 
     name: str
@@ -75,16 +83,34 @@ class Phase:
     end: float
     mix: SizeMix = field(default_factory=SizeMix)
     rates: HabitRates | None = None
+    replies: int = 8
+    works: int = 24
     sums: int = 0
+    restart: bool = False
 
+
+HABITS = HabitRates(no_work=0.85)
 
 PHASES = (
     Phase("form", 600, 1.0, 1.0),
     Phase("work", 2_000, 0.3, 0.3),
-    Phase("settle", 1_600, 0.3, 0.3 * 26 / 42),
-    Phase("carry", 600, 0.3 * 26 / 42, 0.3 * 20 / 42, sums=64),
-    Phase("habits", 2_000, 0.3 * 20 / 42, 0.0, rates=HabitRates(), sums=64),
-    Phase("polish", 1_600, 0.15, 0.0, mix=POLISH_MIX, rates=HabitRates(no_work=0.85)),
+    Phase("settle", 2_200, 0.3, 0.19, sums=16),
+    Phase("carry", 1_800, 0.19, 0.14, sums=32),
+    Phase("habits", 1_300, 0.14, 0.07, rates=HABITS, replies=24, works=16, sums=16),
+    Phase(
+        "polish", 1_100, 0.07, 0.0, POLISH_MIX, HABITS, replies=24, works=24, sums=16
+    ),
+    Phase(
+        "finish",
+        400,
+        0.1,
+        0.0,
+        POLISH_MIX,
+        HabitRates(no_work=0.95),
+        replies=24,
+        works=8,
+        restart=True,
+    ),
 )
 
 
@@ -96,7 +122,6 @@ class PretrainConfig:
         seed: of the initial weights and of everything drawn.
         phases: trained in this order.
         warmup_steps: steps over which the learning rate first rises.
-        replies_per_step: prompts with replies per optimizer step.
         muon_lr: peak rate of Muon, which updates the hidden matrices.
         adam_lr: peak rate of AdamW, which updates embeddings and norm gains.
         weight_decay: of Muon.
@@ -106,7 +131,6 @@ class PretrainConfig:
     seed: int = 0
     phases: tuple[Phase, ...] = PHASES
     warmup_steps: int = 100
-    replies_per_step: int = 32
     muon_lr: float = 0.03
     adam_lr: float = 0.01
     weight_decay: float = 0.01
@@ -252,33 +276,48 @@ def schedule(config: PretrainConfig) -> Iterator[tuple[Phase, float]]:
     for phase in config.phases:
         for position in range(phase.steps):
             share = phase.start + (phase.end - phase.start) * position / phase.steps
-            yield phase, min(share, (step + 1) / config.warmup_steps)
+            warm_up = 1.0 if phase.restart else (step + 1) / config.warmup_steps
+            yield phase, min(share, warm_up)
             step += 1
 
 
-def draw_step(
-    phase: Phase, config: PretrainConfig, rng: random.Random
-) -> list[tuple[str, str]]:
+def draw_step(phase: Phase, rng: random.Random) -> list[tuple[str, str]]:
     """Draw the (context, continuation) pairs of one optimizer step."""
-    replies = draw_examples(config.replies_per_step, phase.mix, phase.rates, rng)
-    return replies + draw_sums(phase.sums, rng)
+    return [
+        *draw_examples(phase.replies, phase.mix, phase.rates, rng),
+        *draw_works(phase.works, phase.mix, rng),
+        *draw_sums(phase.sums, rng),
+    ]
 
 
-def pretrain(config: PretrainConfig, out: Path) -> None:
-    """Train from scratch and save the model folder, also as it goes."""
+def pretrain(config: PretrainConfig, out: Path, *, start: Path | None = None) -> None:
+    """Train and save the model folder, also as it goes.
+
+    Args:
+        config: What to train, and how.
+        out: The model folder to write.
+        start: A model folder to begin with; default: new weights.
+    """
     torch.manual_seed(config.seed)
     rng = random.Random(config.seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
+    if start is not None:
+        model = LlamaForCausalLM.from_pretrained(start)
     optimizers = build_optimizers(model, config)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
 
     total = sum(phase.steps for phase in config.phases)
     progress = tqdm(schedule(config), total=total, unit="step", smoothing=0.02)
+    current = config.phases[0]
     for step, (phase, share) in enumerate(progress, start=1):
+        if phase.restart and (phase is not current or step == 1):
+            optimizers = build_optimizers(model, config)
+            rng = random.Random(f"{config.seed} {phase.name}")
+        current = phase
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * share
-        batches = micro_batches(tokenizer, draw_step(phase, config, rng))
+        batches = micro_batches(tokenizer, draw_step(phase, rng))
         loss = accumulate_gradient(model, batches)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -455,6 +494,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--threads", type=int, default=2, help="torch CPU threads")
     parser.add_argument(
+        "--only",
+        metavar="PHASE",
+        choices=[phase.name for phase in PHASES if phase.restart],
+        help="run this phase alone, on the weights in the model folder",
+    )
+    parser.add_argument(
         "--evaluate", type=Path, metavar="FOLDER", help="evaluate, do not train"
     )
     args = parser.parse_args(arguments)
@@ -463,11 +508,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         evaluate_folder(args.evaluate)
         return
     phases = tuple(
-        replace(phase, steps=round(args.scale * phase.steps)) for phase in PHASES
+        replace(phase, steps=round(args.scale * phase.steps))
+        for phase in PHASES
+        if args.only in (None, phase.name)
     )
     config = PretrainConfig(seed=args.seed, phases=phases)
     started = time.monotonic()
-    pretrain(config, args.out)
+    pretrain(config, args.out, start=args.out if args.only else None)
     minutes = (time.monotonic() - started) / 60
     print(f"Wrote {args.out} after {minutes:.1f} minutes.")
 

@@ -11,12 +11,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from .adapters import AdapterWeights
 from .store import (
     ACCOUNT,
     CheckpointError,
     CheckpointRef,
     CheckpointStore,
-    same_adapter,
+    read_adapter,
     whole_folder,
     write_adapter,
 )
@@ -86,13 +89,36 @@ def promote(
     if not folder.exists():
         with whole_folder(folder) as draft:
             write_adapter(draft, public_base, modules, checkpoint.weights)
-    elif not same_adapter(folder, public_base, checkpoint.weights):
+    elif not _holds(folder, public_base, checkpoint.weights):
         raise CheckpointError(
             f"model {match[1]!r} exists already with other weights and is not "
             "overwritten; choose another output_model id"
         )
     rank = checkpoint.weights.settings.rank
     return PromotedModel(match[0], public_base, rank, modules, folder)
+
+
+def load_promoted(
+    store: CheckpointStore, path: object, base_model: str
+) -> AdapterWeights:
+    """The weights of a promoted model, ``path`` as in :func:`promote`.
+
+    Raises :class:`CheckpointError` if there is none, or if it is not ``base_model``'s.
+    """
+    match = _MODEL.fullmatch(path) if isinstance(path, str) else None
+    folder = store.state_dir / "promoted" / match[1] if match else None
+    if folder is None or not folder.is_dir():
+        raise CheckpointError(
+            f"there is no promoted model {path!r} here: pass "
+            f"'accounts/{ACCOUNT}/models/<id>' with the id it was promoted under"
+        )
+    found_base, weights = read_adapter(folder)
+    if found_base != _public_name(base_model):
+        raise CheckpointError(
+            f"promoted model {path!r} belongs to base model {found_base!r}, this model "
+            f"to {base_model!r}: another base model means a new run"
+        )
+    return weights
 
 
 def _public_name(base_model: str) -> str:
@@ -102,3 +128,15 @@ def _public_name(base_model: str) -> str:
     """
     is_path = Path(base_model).is_absolute() or base_model.startswith((".", "~"))
     return Path(base_model).name if is_path else base_model
+
+
+def _holds(folder: Path, base_model: str, weights: AdapterWeights) -> bool:
+    """Whether that adapter is in ``folder`` already."""
+    found_base, found = read_adapter(folder)
+    settings = (found.settings.rank, found.settings.alpha)
+    return (
+        found_base == base_model
+        and settings == (weights.settings.rank, weights.settings.alpha)
+        and found.tensors.keys() == weights.tensors.keys()
+        and all(torch.equal(t, weights.tensors[n]) for n, t in found.tensors.items())
+    )

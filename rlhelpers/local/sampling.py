@@ -23,7 +23,8 @@ class SamplingParams:
     """Settings of one completion request.
 
     ``top_k`` 0 and ``top_p`` 1 are off; ``temperature`` 0 is greedy. Without a
-    ``seed`` the stream is random.
+    ``seed`` the stream is random. ``echo`` also asks for the prompt's
+    log-probabilities.
     """
 
     max_tokens: int
@@ -32,6 +33,7 @@ class SamplingParams:
     top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    echo: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -81,12 +83,12 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Tensor) -> 
     raw = torch.log_softmax(logits.to("cpu", torch.float64), dim=-1)
     if all(_plain(row) for row in params):
         tokens = _inverse_cdf(raw.exp(), uniforms)
-        picked = _pick(raw, tokens)
+        picked = pick(raw, tokens)
         return Drawn(tokens.tolist(), picked, picked)
     rows = [_shape(raw[i], row) for i, row in enumerate(params)]
     shaped = torch.stack(rows)
     tokens = _inverse_cdf(shaped.exp(), uniforms)
-    return Drawn(tokens.tolist(), _pick(raw, tokens), _pick(shaped, tokens))
+    return Drawn(tokens.tolist(), pick(raw, tokens), pick(shaped, tokens))
 
 
 def _plain(params: SamplingParams) -> bool:
@@ -125,6 +127,7 @@ def _inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     return tokens.clamp_(max=probabilities.shape[-1] - 1)
 
 
-def _pick(logprobs: Tensor, tokens: Tensor) -> list[float]:
+def pick(logprobs: Tensor, tokens: Tensor) -> list[float]:
+    """The log-probability of each row's token; ``logprobs`` is [rows, vocabulary]."""
     picked: list[float] = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).tolist()
     return picked

@@ -17,12 +17,12 @@ class UnknownName(LookupError):
 
 @dataclass
 class ClientModel:
-    """A LoRA model under training, as one client sees it."""
+    """What one client trains, a LoRA adapter, or refers to, the bare base model."""
 
     model_id: str
     session_id: str
     base_model: str
-    settings: LoraSettings
+    settings: LoraSettings | None  # None: the bare base model, as a reference
     operations: OrderedOperations
 
     @property
@@ -48,6 +48,7 @@ class Registry:
     futures: Futures
     sessions: dict[str, Session] = field(default_factory=dict)
     models: dict[str, ClientModel] = field(default_factory=dict)
+    runs: dict[str, str] = field(default_factory=dict)  # run_id → its base model
 
     def open_session(self) -> Session:
         """A new session."""
@@ -62,10 +63,15 @@ class Registry:
         return self.sessions[session_id]
 
     def add_model(
-        self, session: Session, base_model: str, settings: LoraSettings, number: int
+        self,
+        session: Session,
+        base_model: str,
+        settings: LoraSettings | None,
+        number: int,
     ) -> ClientModel:
-        """Register a new model under a run id of its own."""
-        model_id = f"run-{uuid.uuid4().hex}:train:{number}"
+        """Register a new model under a run id of its own; a reference has no run."""
+        name = uuid.uuid4().hex
+        model_id = f"run-{name}:train:{number}" if settings else f"base-{name}"
         model = ClientModel(
             model_id,
             session.session_id,
@@ -74,9 +80,18 @@ class Registry:
             OrderedOperations(self.futures),
         )
         self.models[model_id] = model
+        self.runs[model.run_id] = base_model
         session.model_ids.append(model_id)
         session.base_model = session.base_model or base_model
         return model
+
+    def close_session(self, session_id: str) -> list[ClientModel]:
+        """Forget a session with its runs; returns its models that are still loaded."""
+        session = self.sessions.pop(session_id)
+        for model_id in session.model_ids:
+            self.runs.pop(model_id.split(":", 1)[0], None)
+        found = [self.models.pop(model_id, None) for model_id in session.model_ids]
+        return [model for model in found if model is not None]
 
     def model(self, model_id: object) -> ClientModel:
         """The model of that id."""
@@ -108,9 +123,8 @@ class Registry:
 
     def _checkpoint(self, path: str, session_id: str | None) -> Weights:
         ref = CheckpointRef.parse(path)
-        for model in self.models.values():
-            if model.run_id == ref.run_id:
-                return Weights(model.base_model, ref, session_id)
+        if ref.run_id in self.runs:
+            return Weights(self.runs[ref.run_id], ref, session_id)
         raise UnknownName(
             f"sampler {path!r} belongs to no run of this service: sampler checkpoints "
             "go when their session ends"

@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -131,13 +130,7 @@ class CheckpointStore:
 
     def close_session(self, session_id: str) -> None:
         """Remove a session with its sampler checkpoints (training ones stay)."""
-        folder = self._session_dir(session_id)
-        # Away in one move first: nobody may see a checkpoint that is half gone.
-        going = folder.with_name(f".draft-{secrets.token_hex(8)}")
-        with contextlib.suppress(OSError):
-            os.rename(folder, going)
-        for path in (going, folder):
-            shutil.rmtree(path, ignore_errors=True)
+        _remove_session(self._session_dir(session_id))
 
     def save(
         self,
@@ -279,7 +272,7 @@ class CheckpointStore:
         sessions = self.state_dir / "sessions"
         for session in sessions.glob("ts-*"):
             if not _owner_is_alive(session):
-                shutil.rmtree(session, ignore_errors=True)
+                _remove_session(session)
         drafts = [
             *sessions.glob(".draft-*"),
             *(self.state_dir / "checkpoints").glob("*/*/.draft-*"),
@@ -332,21 +325,18 @@ def write_adapter(
     (folder / _CONFIG).write_text(json.dumps(peft_config, indent=1))
 
 
-def same_adapter(folder: Path, base_model: str, weights: AdapterWeights) -> bool:
-    """Whether ``folder`` holds just what :func:`write_adapter` would write."""
+def read_adapter(folder: Path) -> tuple[str, AdapterWeights]:
+    """Base model and weights from what :func:`write_adapter` wrote."""
     try:
         config = json.loads((folder / _CONFIG).read_text())
-        tensors = load_file(folder / _ADAPTER)
-    except (OSError, ValueError, SafetensorError):
-        return False
-    settings = weights.settings
-    wanted = (base_model, settings.rank, settings.alpha)
-    written = ("base_model_name_or_path", "r", "lora_alpha")
-    return (
-        tuple(config.get(key) for key in written) == wanted
-        and tensors.keys() == weights.tensors.keys()
-        and all(torch.equal(t.cpu(), weights.tensors[n]) for n, t in tensors.items())
-    )
+        settings = LoraSettings(int(config["r"]), int(config["lora_alpha"]))
+        base_model = str(config["base_model_name_or_path"])
+        return base_model, AdapterWeights(settings, load_file(folder / _ADAPTER))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"adapter {folder.name!r} is damaged ({error}); delete its folder and "
+            "promote again"
+        ) from error
 
 
 def _write_manifest(
@@ -407,6 +397,15 @@ def _digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return "unreadable"
+
+
+def _remove_session(folder: Path) -> None:
+    # Away in one move first: nobody may see a checkpoint that is half gone.
+    going = folder.with_name(f".draft-{secrets.token_hex(8)}")
+    with contextlib.suppress(OSError):
+        os.rename(folder, going)
+    for path in (going, folder):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _owner_is_alive(session: Path) -> bool:

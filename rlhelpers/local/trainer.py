@@ -6,6 +6,7 @@ Adam moments. All methods run on the service's compute thread.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,11 +50,24 @@ class AdamSettings:
 
 
 @dataclass(frozen=True)
+class TopTokens:
+    """The most probable tokens of every position of a datum, best first, flattened."""
+
+    logprobs: list[float]
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
 class PassResult:
-    """Log-probabilities of each datum's targets, and sums over the batch."""
+    """Log-probabilities of each datum's targets, and sums over the batch.
+
+    ``logprobs`` are in the order of the flattened targets; ``top_k`` is empty unless
+    it was asked for.
+    """
 
     logprobs: list[list[float]]
     metrics: dict[str, float]
+    top_k: list[TopTokens]
 
 
 @dataclass
@@ -126,11 +140,13 @@ class PolicyTrainer:
         config: Mapping[str, float],
         *,
         backward: bool,
+        top_k: int = 0,
     ) -> PassResult:
         """Forward pass over ``data``; with ``backward``, gradients are added up.
 
-        A batch whose loss is not finite raises :class:`TrainingError` and leaves the
-        gradients that were accumulated before as they were.
+        ``top_k`` also gives that many most probable tokens of every position. A batch
+        whose loss is not finite raises :class:`TrainingError` and leaves the gradients
+        that were accumulated before as they were.
         """
         adapter = self._adapters[model_id]
         settings = resolve_config(loss_fn, config)
@@ -139,7 +155,7 @@ class PolicyTrainer:
         for parameter in adapter.parameters.values():
             parameter.grad = None
         try:
-            result = self._passes(data, loss_fn, settings, backward)
+            result = self._passes(data, loss_fn, settings, backward, top_k)
         except BaseException:
             for name, parameter in adapter.parameters.items():
                 parameter.grad = before[name]
@@ -151,6 +167,20 @@ class PolicyTrainer:
             adapter.sequences += len(data)
             adapter.loss_tokens += int(result.metrics["num_loss_tokens:sum"])
         return result
+
+    def run_base(
+        self,
+        data: Sequence[TrainingDatum],
+        loss_fn: str,
+        config: Mapping[str, float],
+        *,
+        top_k: int = 0,
+    ) -> PassResult:
+        """Forward pass of the bare base model, without any adapter."""
+        settings = resolve_config(loss_fn, config)
+        peft = self._peft
+        with contextlib.nullcontext() if peft is None else peft.disable_adapter():
+            return self._passes(data, loss_fn, settings, False, top_k)
 
     def optim_step(
         self, model_id: str, adam: AdamSettings, normalization: str
@@ -227,9 +257,15 @@ class PolicyTrainer:
             name: tuple(p.shape) for name, p in adapter.parameters.items()
         }:
             raise AdapterError(
-                f"the checkpoint's adapter (rank {weights.settings.rank}) does not fit "
+                f"the saved adapter (rank {weights.settings.rank}) does not fit "
                 f"this model's (rank {adapter.settings.rank}); create the model with "
-                "the rank and train_* flags of the checkpoint"
+                "the rank and train_* flags of the saved one"
+            )
+        if weights.settings.alpha != adapter.settings.alpha:
+            raise AdapterError(
+                f"the saved adapter has lora_alpha {weights.settings.alpha}, this "
+                f"model {adapter.settings.alpha}: the same weights would act "
+                "differently; create the model with the saved one's lora_alpha"
             )
         with torch.no_grad():
             for name, parameter in adapter.parameters.items():
@@ -247,13 +283,16 @@ class PolicyTrainer:
         loss_fn: str,
         settings: Mapping[str, float],
         backward: bool,
+        top_k: int,
     ) -> PassResult:
         logprobs: list[list[float]] = [[] for _ in data]
-        loss_sum, clipped, loss_tokens = 0.0, 0, 0
+        best: dict[int, TopTokens] = {}
+        loss_sum, clipped = 0.0, 0
         for indices in plan_passes([len(d) for d in data], self.base.vocab_size):
             batch = [data[index] for index in indices]
             with torch.set_grad_enabled(backward):
-                lp = self._target_logprobs(batch)
+                logits = self._logits(batch)
+                lp = _target_logprobs(logits, batch)
                 inputs = _concatenate(batch, lp.device)
                 per_token = LOSSES[loss_fn].token_loss(lp, inputs, settings)
                 loss = per_token.sum()
@@ -265,45 +304,38 @@ class PolicyTrainer:
             if backward:
                 loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += float(loss.detach())
-            weights = inputs.get("advantages", inputs.get("weights"))
-            loss_tokens += len(lp) if weights is None else int((weights != 0).sum())
             if LOSSES[loss_fn].uses_clip:
                 clipped += clipped_tokens(lp, inputs, settings)
-            values = lp.detach().tolist()
-            start = 0
-            for index in indices:
-                logprobs[index] = values[start : start + len(data[index])]
-                start += len(data[index])
+            parts = torch.split(lp.detach(), [datum.targets.numel() for datum in batch])
+            for index, part in zip(indices, parts, strict=True):
+                logprobs[index] = part.tolist()
+            if top_k:
+                best |= dict(zip(indices, _top(logits, batch, top_k), strict=True))
         metrics = {
             "loss:sum": loss_sum,
             "total_tokens:sum": float(sum(len(datum) for datum in data)),
-            "num_loss_tokens:sum": float(loss_tokens),
+            "num_loss_tokens:sum": float(sum(datum.loss_tokens() for datum in data)),
         }
         if LOSSES[loss_fn].uses_clip:
             metrics["clipped_tokens:sum"] = float(clipped)
-        return PassResult(logprobs, metrics)
+        return PassResult(logprobs, metrics, [best[index] for index in sorted(best)])
 
-    def _target_logprobs(self, batch: Sequence[TrainingDatum]) -> Tensor:
-        """Log-probability of every target of ``batch``, datum after datum, [tokens].
+    def _logits(self, batch: Sequence[TrainingDatum]) -> Tensor:
+        """Logits of every position of ``batch``, datum after datum, float32.
 
         Rows are padded on the right: attention is causal, so no real token sees the
         padding and no mask is needed.
         """
         longest = max(len(datum) for datum in batch)
         tokens = torch.zeros(len(batch), longest, dtype=torch.long)
-        targets = torch.zeros(len(batch), longest, dtype=torch.long)
         real = torch.zeros(len(batch), longest, dtype=torch.bool)
         for row, datum in enumerate(batch):
             tokens[row, : len(datum)] = torch.tensor(datum.tokens)
-            targets[row, : len(datum)] = datum.inputs["target_tokens"]
             real[row, : len(datum)] = True
         model = self._peft or self.base.trainable
         device = self.base.trainable.device
-        logits = model(input_ids=tokens.to(device), use_cache=False).logits
-        flat = real.to(device)
-        return -nn.functional.cross_entropy(
-            logits[flat].float(), targets.to(device)[flat], reduction="none"
-        )
+        logits: Tensor = model(input_ids=tokens.to(device), use_cache=False).logits
+        return logits[real.to(device)].float()
 
     def _attach(self, name: str, config: LoraConfig) -> None:
         if self._peft is not None:
@@ -350,12 +382,39 @@ def plan_passes(lengths: Sequence[int], vocab_size: int) -> Iterator[list[int]]:
         yield group
 
 
+def _target_logprobs(logits: Tensor, batch: Sequence[TrainingDatum]) -> Tensor:
+    """Log-probability of every target of ``batch``, datum after datum, flattened."""
+    targets = torch.cat([datum.targets.flatten() for datum in batch]).to(logits.device)
+    if len(targets) == len(logits):
+        return -nn.functional.cross_entropy(logits, targets, reduction="none")
+    per_position = [datum.targets.numel() // len(datum) for datum in batch]
+    counts = torch.tensor(per_position).repeat_interleave(
+        torch.tensor([len(datum) for datum in batch])
+    )
+    rows = torch.arange(len(logits)).repeat_interleave(counts).to(logits.device)
+    return torch.log_softmax(logits, dim=-1)[rows, targets]
+
+
+def _top(
+    logits: Tensor, batch: Sequence[TrainingDatum], count: int
+) -> Iterator[TopTokens]:
+    """The ``count`` most probable tokens of every position, datum by datum."""
+    found = torch.log_softmax(logits, dim=-1).topk(count)
+    lengths = [len(datum) for datum in batch]
+    for logprobs, tokens in zip(
+        torch.split(found.values, lengths),
+        torch.split(found.indices, lengths),
+        strict=True,
+    ):
+        yield TopTokens(logprobs.flatten().tolist(), tokens.flatten().tolist())
+
+
 def _concatenate(
     batch: Sequence[TrainingDatum], device: torch.device
 ) -> dict[str, Tensor]:
     names = batch[0].inputs.keys()
     return {
-        name: torch.cat([datum.inputs[name] for datum in batch]).to(device)
+        name: torch.cat([datum.inputs[name].flatten() for datum in batch]).to(device)
         for name in names
     }
 
