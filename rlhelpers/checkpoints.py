@@ -17,8 +17,10 @@ Example:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, Self
 
 CheckpointKind = Literal["sampler", "training", "unknown"]
 
@@ -30,6 +32,8 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _RUN_ID = re.compile(r"run-[0-9a-f]{32}")
 _TRAINING = re.compile(r"(state|final-state)(-.*)?")
 _SAMPLER = re.compile(r"(policy|base|final)(-.*)?")
+# The control plane names a checkpoint in one segment: its run, then its own name.
+_ROW_ID = re.compile(r"(run-[0-9a-f]{32})-(.+)")
 
 
 class CheckpointError(ValueError):
@@ -194,7 +198,101 @@ def require_sampler_checkpoint(path: str) -> CheckpointRef:
     if reference.kind == "training":
         raise CheckpointError(
             f"{reference.path!r} is a training checkpoint (weights and optimizer); to "
-            "sample from it, resume it first and save a new sampler: "
+            "sample from it or promote it, resume it first and save a new sampler: "
             "session.resume(path), then session.new_sampler(name)"
         )
     return reference
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """One row of a session's checkpoint list.
+
+    Attributes:
+        resource: The control plane's name of it, which promotion takes.
+        run_id: The run it belongs to, or None if the name does not tell.
+        name: The checkpoint's own name.
+        kind: What the service says it is.
+        promotable: Whether it can become a model.
+        size: Bytes over all its files, or None where the service does not tell.
+    """
+
+    resource: str
+    run_id: str | None
+    name: str
+    kind: CheckpointKind
+    promotable: bool
+    size: int | None = None
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Self:
+        """Read a row as the service sends it.
+
+        Example:
+            >>> run = "run-0123456789abcdef0123456789abcdef"
+            >>> row = {
+            ...     "name": f"accounts/a/trainingSessions/ts-1/checkpoints/{run}-final",
+            ...     "checkpointType": "CHECKPOINT_TYPE_INFERENCE_LORA",
+            ...     "promotable": True,
+            ... }
+            >>> listed = ListedCheckpoint.from_row(row)
+            >>> listed.name, listed.kind, listed.promotable
+            ('final', 'sampler', True)
+        """
+        resource = str(row.get("name", ""))
+        last = resource.rsplit("/", 1)[-1]
+        match = _ROW_ID.fullmatch(last)
+        run_id, name = match.groups() if match else (None, last)
+        kind_of = str(row.get("checkpointType", ""))
+        size = row.get("sizeBytes")
+        kind: CheckpointKind = "unknown"
+        if "INFERENCE" in kind_of:
+            kind = "sampler"
+        elif kind_of.endswith(("TRAINING", "TRAINING_LORA")):
+            kind = "training"
+        return cls(
+            resource=resource,
+            run_id=run_id,
+            name=name,
+            kind=kind,
+            promotable=bool(row.get("promotable", False)),
+            size=None if size is None else int(size),
+        )
+
+
+@dataclass(frozen=True)
+class PromotedModel:
+    """A model made from a sampler checkpoint.
+
+    Attributes:
+        name: Its name at the service, ``accounts/<account>/models/<id>``.
+        folder: Where the PEFT adapter lies, or None if it is not on this machine.
+    """
+
+    name: str
+    folder: Path | None
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any], output: str) -> Self:
+        """Read the service's answer; ``output`` names the model if it does not.
+
+        Example:
+            >>> PromotedModel.from_row({"state": "READY"}, "mine").name
+            'mine'
+        """
+        folder = row.get("localFolder")
+        return cls(
+            name=str(row.get("name") or output),
+            folder=None if folder is None else Path(folder),
+        )
+
+    @property
+    def files(self) -> dict[str, int]:
+        """File names and sizes in bytes; empty if the folder is not on this machine."""
+        return {} if self.folder is None else folder_files(self.folder)
+
+
+def folder_files(folder: Path) -> dict[str, int]:
+    """Names and sizes in bytes of the files of a checkpoint's folder, by name."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file())
+    return {path.name: path.stat().st_size for path in paths}

@@ -387,3 +387,86 @@ def check_transitions(
         else:
             print(f"✗ {name}: not {given!r}; {hint}")
     return passed
+
+
+#: Notebook 06: what each purpose needs, and what the other kind lacks for it.
+_PURPOSES: Mapping[str, tuple[str, str]] = {
+    "go on training tomorrow": (
+        "training",
+        "a sampler checkpoint has no optimizer, and is gone by tomorrow",
+    ),
+    "sample the next step's rollouts": (
+        "sampler",
+        "a training checkpoint cannot be sampled until it is resumed",
+    ),
+    "evaluate step 15 a week later": (
+        "training",
+        "by then its session has ended, and its sampler checkpoints with it",
+    ),
+    "promote to a model": (
+        "sampler",
+        "a model has no optimizer; resume, save a sampler, and promote that",
+    ),
+}
+
+
+def check_checkpoint_kinds(answers: Mapping[str, object]) -> bool:
+    """Notebook 06: the kind of checkpoint to have for each purpose.
+
+    Args:
+        answers: Purpose → ``"sampler"`` or ``"training"``; ``...`` where not done yet.
+
+    Returns:
+        Whether every purpose has its kind.
+    """
+    passed = True
+    for purpose, (right, hint) in _PURPOSES.items():
+        answer = answers.get(purpose, ...)
+        if answer == right:
+            print(f"✓ {purpose}: {right}")
+            continue
+        passed = False
+        if answer is ...:
+            print(f"… {purpose}: replace the ...")
+        elif answer in ("sampler", "training"):
+            print(f"✗ {purpose}: {hint}")
+        else:
+            print(f"✗ {purpose}: {answer!r} is no kind; use 'sampler' or 'training'")
+    return passed
+
+
+def check_adam_step(
+    gradients: Sequence[float], answer: object, *, beta1: float, beta2: float
+) -> bool:
+    """Notebook 06: the size of Adam's last step, in units of the learning rate.
+
+    Args:
+        gradients: All gradients of one parameter, the last step's included.
+        answer: The learner's number, to two decimals; ``...`` if not done yet.
+        beta1, beta2: The decay of Adam's two moments.
+    """
+    if answer is ...:
+        print("… replace the ... with a number, to two decimals")
+        return False
+    if isinstance(answer, bool) or not isinstance(answer, int | float):
+        print(f"✗ a step is a number, got {answer!r}")
+        return False
+    mean = square = 0.0
+    for gradient in gradients:
+        mean = beta1 * mean + (1 - beta1) * gradient
+        square = beta2 * square + (1 - beta2) * gradient**2
+    steps = len(gradients)
+    right = mean / (1 - beta1**steps) / (square / (1 - beta2**steps)) ** 0.5
+    last = gradients[-1]
+    if abs(answer - right) <= 0.011:
+        print(f"✓ right: a step of {right:.2f} learning rates")
+        return True
+    if abs(answer - (last > 0) + (last < 0)) <= 0.011:
+        print("✗ that is a fresh Adam, which has forgotten the gradients before")
+    elif abs(answer - mean / square**0.5) <= 0.011:
+        print("✗ close: now correct both moments for their start at zero")
+    elif abs(answer + right) <= 0.011:
+        print("✗ the size is right, the sign is not: that of the corrected mean counts")
+    else:
+        print("✗ not yet: update both moments with the last gradient, correct, divide")
+    return False

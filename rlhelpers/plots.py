@@ -105,6 +105,67 @@ def plot_learning_curve(
     return _finished(figure)
 
 
+def plot_checkpoints(
+    metrics: Sequence[StepMetrics], evaluations: Mapping[int, OutcomeSummary]
+) -> Figure:
+    """Held-out accuracy along the checkpoints of a run, over its training curve.
+
+    Whiskers are 95 % Wilson intervals. All checkpoints answer the same tasks, so
+    neighbours rise and fall together and differ by less than the whiskers suggest.
+
+    Args:
+        metrics: Rows of the run's ``metrics.jsonl``.
+        evaluations: Steps taken → outcomes of the held-out tasks.
+
+    Raises:
+        ValueError: There is nothing to plot, or an evaluation has no tasks.
+    """
+    steps = _steps(metrics)
+    taken = sorted(evaluations)
+    summaries = [evaluations[step] for step in taken]
+    if not summaries or not all(summary.n for summary in summaries):
+        raise ValueError(
+            "no evaluations to plot: evaluate each checkpoint on at least one task"
+        )
+    shares = np.array([summary.correct / summary.n for summary in summaries])
+    bounds = np.array([wilson_interval(s.correct, s.n) for s in summaries])
+    errors = np.abs(bounds - shares[:, None]).T
+    reward = np.array([row.reward_mean for row in metrics])
+    with _style():
+        figure, axes = plt.subplots(figsize=(8, 4))
+        axes.plot(
+            steps,
+            reward,
+            color=_pale(COLORS["reward"]),
+            label="training reward",
+            **_line_style(steps),
+        )
+        axes.errorbar(
+            taken,
+            shares,
+            yerr=errors,
+            fmt="D",
+            color=COLORS["held_out"],
+            markersize=7,
+            capsize=3,
+            elinewidth=1.2,
+            label="held-out accuracy, greedy (95 % interval)",
+            zorder=5,
+            clip_on=False,
+        )
+        _step_axis(axes, steps, start=min([*taken, *steps]))
+        axes.set(ylim=_reward_limits(reward), ylabel="accuracy; mean reward")
+        axes.set_title(_checkpoint_title(summaries))
+        axes.legend(loc="lower right")
+    return _finished(figure)
+
+
+def _checkpoint_title(summaries: Sequence[OutcomeSummary]) -> str:
+    tasks = sorted({summary.n for summary in summaries})
+    counts = str(tasks[0]) if len(tasks) == 1 else f"{tasks[0]} to {tasks[-1]}"
+    return f"{len(summaries)} evaluations along a run, each of {counts} held-out tasks"
+
+
 def plot_training_dashboard(metrics: Sequence[StepMetrics]) -> Figure:
     """Six small panels: what to watch while a policy trains.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhelpers.analysis import OutcomeSummary
+from rlhelpers.checkpoints import checkpoint_name
 from rlhelpers.metrics import (
     DamagedFile,
     ResumeState,
@@ -103,6 +104,22 @@ class FinishedRun:
             and preset.operands[0] <= min(operands)
             and max(operands) <= preset.operands[1]
         )
+
+    @property
+    def checkpoints(self) -> dict[int, str]:
+        """Steps taken → path of the training checkpoint saved after them.
+
+        A step's row names the snapshot that it sampled, and so the service's run that
+        saved the checkpoint; after an interruption a run goes on under another id.
+        """
+        every = int(self.state.config.get("checkpoint_every", 0))
+        found = {}
+        for row in self.metrics[:-1]:
+            if every and row.step % every == 0 and row.snapshot:
+                parent = row.snapshot.rsplit("/", 1)[0]
+                name = checkpoint_name("state", step=row.step)
+                found[row.step] = f"{parent}/{name}"
+        return {**found, self.steps: self.state.checkpoint}
 
     def __str__(self) -> str:
         return (

@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from fireworks.training.sdk import (
     FiretitanServiceClient,
     FiretitanTrainingClient,
+    FireworksClient,
     FixedConcurrencyController,
 )
 from hud.eval.runtime import LocalRuntime, Shared
@@ -34,6 +35,8 @@ from hud.eval.runtime import LocalRuntime, Shared
 from rlhelpers.arithmetic import env
 from rlhelpers.checkpoints import (
     CheckpointError,
+    ListedCheckpoint,
+    PromotedModel,
     check_label,
     checkpoint_name,
     require_sampler_checkpoint,
@@ -94,6 +97,7 @@ class TrainingSession:
         preset: ModelPreset,
         tokenizer: PreTrainedTokenizerBase,
         open_service: Callable[[], FiretitanServiceClient],
+        open_control_plane: Callable[[], FireworksClient],
         local_service: LocalService | None,
         usage: TokenUsage,
         banner: Banner,
@@ -112,6 +116,7 @@ class TrainingSession:
         #: Optimizer steps taken by the current adapter in this session.
         self.updates = 0
         self._open_service = open_service
+        self._open_control_plane = open_control_plane
         self._local_service = local_service
         self._task_runtime = task_runtime
         self._keep_session = keep_session
@@ -120,6 +125,7 @@ class TrainingSession:
         self._samplers: list[PolicySampler] = []
         self._runtimes: dict[asyncio.AbstractEventLoop, Shared] = {}
         self._names: set[str] = set()
+        self._snapshots: set[str] = set()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -168,6 +174,7 @@ class TrainingSession:
         self._training_client = None
         self.updates = 0
         self._names.clear()
+        self._snapshots.clear()
         self._service = self._open_service()
 
     def new_policy(self) -> None:
@@ -212,15 +219,25 @@ class TrainingSession:
         if not keep_earlier:
             self._close_samplers()
         saved = self.training_client.save_weights_for_sampler(self._unused(name))
-        return self.open_sampler(saved.result().path)
+        path = saved.result().path
+        self._snapshots.add(path)
+        return self.open_sampler(path)
 
     def open_sampler(self, path: str) -> PolicySampler:
         """Open a sampler checkpoint that this session saved.
 
         Raises:
-            CheckpointError: The path cannot exist or is a training checkpoint.
+            CheckpointError: The path cannot exist, is a training checkpoint, or was
+                saved by a session that has ended.
         """
         reference = require_sampler_checkpoint(path)
+        if reference.path not in self._snapshots:
+            raise CheckpointError(
+                f"{reference.path!r} was not saved by the session that is open now; "
+                "sampler checkpoints end with their session, and resuming or "
+                "new_policy() begins another one. Resume a training checkpoint of "
+                "those weights and save a new sampler from it"
+            )
         return self._sampler(reference.path, model_path=reference.path)
 
     def base_sampler(self) -> PolicySampler:
@@ -303,7 +320,8 @@ class TrainingSession:
             info = rest.get_weights_info_by_tinker_path(path).result()
         except Exception as error:
             raise CheckpointError(
-                f"the service has no training checkpoint {path!r} ({error}); sampler "
+                f"the service has no training checkpoint {path!r} "
+                f"({_service_message(error)}); sampler "
                 "checkpoints end with their session, and local training checkpoints "
                 "live in the runs folder that saved them"
             ) from error
@@ -313,6 +331,60 @@ class TrainingSession:
                 f"session runs {self.preset.base_model!r}; another base model is a "
                 "new run, so connect with the checkpoint's model or start afresh"
             )
+
+    # -- the session's list, and promotion ----------------------------------------
+
+    def list_checkpoints(self) -> list[ListedCheckpoint]:
+        """The checkpoints that this session saved, of both kinds, oldest first.
+
+        Resuming and :meth:`new_policy` begin another session with an empty list. A
+        training checkpoint stays where it is; a sampler checkpoint does not.
+
+        Raises:
+            RuntimeError: The session is closed, or the service refused to list.
+        """
+        name = self.service_client.training_session_name
+        with self._open_control_plane() as client:
+            rows = client.list_training_session_checkpoints(name)
+        return [ListedCheckpoint.from_row(row) for row in rows]
+
+    def promote(self, path: str, output: str) -> PromotedModel:
+        """Turn a sampler checkpoint of this session into a model that stays.
+
+        Args:
+            path: A sampler checkpoint's path, such as ``sampler.snapshot``.
+            output: The model's id: lower-case letters, digits and hyphens.
+
+        Returns:
+            The model's name and, on the local backend, the folder of a PEFT adapter.
+
+        Raises:
+            CheckpointError: A training checkpoint, a checkpoint that this session does
+                not hold, or a name that cannot be used.
+        """
+        reference = require_sampler_checkpoint(path)
+        check_label(output)
+        held = [
+            row
+            for row in self.list_checkpoints()
+            if row.name == reference.name and reference.run_id in (None, row.run_id)
+        ]
+        if not held:
+            raise CheckpointError(
+                f"this session holds no sampler checkpoint {reference.path!r} to "
+                "promote; promote before the session ends, or resume a training "
+                "checkpoint of those weights and save a new sampler"
+            )
+        with self._open_control_plane() as client:
+            try:
+                model = client.promote_session_checkpoint(
+                    held[-1].resource, output, self.preset.base_model
+                )
+            except (RuntimeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{reference.path!r} was not promoted to {output!r}: {error}"
+                ) from error
+        return PromotedModel.from_row(model, output)
 
     # -- HUD ----------------------------------------------------------------------
 
@@ -620,11 +692,15 @@ def connect(
         with _sdk_telemetry(on=not on_loopback), explained(preset):
             return FiretitanServiceClient(api_key=key, base_url=url)
 
+    def open_control_plane() -> FireworksClient:
+        return FireworksClient(api_key=cast("str", key), base_url=_api_root(url))
+
     try:
         session = TrainingSession(
             preset=preset,
             tokenizer=tokenizer,
             open_service=open_service,
+            open_control_plane=open_control_plane,
             local_service=service,
             usage=usage,
             banner=banner,
@@ -656,3 +732,16 @@ def _choose_preset(model: str | ModelPreset | None, backend: Backend) -> ModelPr
             f"is {backend!r}; change one of them"
         )
     return model
+
+
+def _service_message(error: Exception) -> str:
+    """The sentence inside an SDK error, without the envelope it came in."""
+    body: object = getattr(error, "body", None)
+    while isinstance(body, dict):
+        body = body.get("error", body.get("message"))
+    return body if isinstance(body, str) else str(error)
+
+
+def _api_root(url: str) -> str:
+    """The address of the control plane: the service's, without its training path."""
+    return url.rstrip("/").removesuffix("/training/v1/serverless")

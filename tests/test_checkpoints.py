@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rlhelpers.checkpoints import (
     CheckpointError,
+    ListedCheckpoint,
+    PromotedModel,
     check_label,
     checkpoint_kind,
     checkpoint_name,
+    folder_files,
     parse_checkpoint,
     require_sampler_checkpoint,
     require_training_checkpoint,
@@ -120,3 +125,39 @@ def test_the_right_kind_and_unknown_names_pass() -> None:
     assert require_training_checkpoint(f"local/{RUN}/state-0005").kind == "training"
     assert require_training_checkpoint(f"local/{RUN}/mine").kind == "unknown"
     assert require_sampler_checkpoint(f"local/{RUN}/final-1a2b3c4d").kind == "sampler"
+
+
+@pytest.mark.parametrize(
+    ("kind_of", "kind"),
+    [
+        ("CHECKPOINT_TYPE_INFERENCE_LORA", "sampler"),
+        ("CHECKPOINT_TYPE_TRAINING_LORA", "training"),
+        ("CHECKPOINT_TYPE_TRAINING", "training"),
+        ("CHECKPOINT_TYPE_OTHER", "unknown"),
+        ("", "unknown"),
+    ],
+)
+def test_a_row_of_the_list_tells_its_kind(kind_of: str, kind: str) -> None:
+    resource = f"accounts/a/trainingSessions/ts-1/checkpoints/{RUN}-state-0005"
+    row = {"name": resource, "checkpointType": kind_of, "sizeBytes": "12"}
+    listed = ListedCheckpoint.from_row(row)
+    assert (listed.resource, listed.run_id) == (resource, RUN)
+    assert (listed.name, listed.kind) == ("state-0005", kind)
+    assert (listed.promotable, listed.size) == (False, 12)
+
+
+def test_a_row_without_a_run_keeps_its_name() -> None:
+    listed = ListedCheckpoint.from_row({"name": "a/b/odd-name"})
+    assert (listed.run_id, listed.name, listed.size) == (None, "odd-name", None)
+
+
+def test_a_promoted_model_knows_its_files_only_where_they_are(tmp_path: Path) -> None:
+    (tmp_path / "b.bin").write_bytes(b"12345")
+    (tmp_path / "a.json").write_bytes(b"{}")
+    (tmp_path / "folder").mkdir()
+    here = PromotedModel.from_row({"name": "m", "localFolder": str(tmp_path)}, "x")
+    assert here.folder == tmp_path
+    assert here.files == folder_files(tmp_path) == {"a.json": 2, "b.bin": 5}
+    elsewhere = PromotedModel.from_row({"name": "accounts/a/models/x"}, "x")
+    assert (elsewhere.name, elsewhere.folder) == ("accounts/a/models/x", None)
+    assert elsewhere.files == {}

@@ -13,7 +13,9 @@ from rlhelpers.checks import (
     LabelledAnswer,
     Lesson,
     LessonFailed,
+    check_adam_step,
     check_advantages,
+    check_checkpoint_kinds,
     check_datum_rows,
     check_flat_share,
     check_mcnemar,
@@ -288,4 +290,69 @@ def test_transitions_rejects(
     name: str, value: object, said: str, capsys: Capture
 ) -> None:
     assert not check_transitions(MOVED, {**READ, name: value})
+
+
+KINDS = {
+    "go on training tomorrow": "training",
+    "sample the next step's rollouts": "sampler",
+    "evaluate step 15 a week later": "training",
+    "promote to a model": "sampler",
+}
+
+
+def test_checkpoint_kinds_solved() -> None:
+    assert check_checkpoint_kinds(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("purpose", "answer", "said"),
+    [
+        ("go on training tomorrow", ..., "replace the ..."),
+        ("go on training tomorrow", "sampler", "no optimizer"),
+        ("sample the next step's rollouts", "training", "until it is resumed"),
+        ("evaluate step 15 a week later", "sampler", "session has ended"),
+        ("promote to a model", "training", "save a sampler, and promote that"),
+        ("promote to a model", "final", "'final' is no kind"),
+        ("promote to a model", ["sampler"], "is no kind"),
+    ],
+)
+def test_checkpoint_kinds_rejects(
+    purpose: str, answer: object, said: str, capsys: Capture
+) -> None:
+    assert not check_checkpoint_kinds({**KINDS, purpose: answer})
+    (line,) = [row for row in capsys.readouterr().out.splitlines() if purpose in row]
+    assert said in line
+
+
+def test_checkpoint_kinds_needs_every_purpose() -> None:
+    assert not check_checkpoint_kinds({})
+
+
+def test_adam_step_solved() -> None:
+    # mean 2, 3, 1.5, over 1 - 1/8: 1.714; square 8, 12, 6, likewise: 6.857.
+    assert check_adam_step([4, 4, 0], 0.65, beta1=0.5, beta2=0.5)
+    # mean 2, 3, 1 -> 1.143; square 8, 12, 6.5 -> 7.429, root 2.726.
+    assert check_adam_step([4, 4, -1], 0.42, beta1=0.5, beta2=0.5)
+    # With other decays: mean 0.1 * 2 -> 2, square 0.05 * 4 -> 4.
+    assert check_adam_step([2], 1, beta1=0.9, beta2=0.95)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "answer", "said"),
+    [
+        ([4, 4, 0], ..., "replace the ..."),
+        ([4, 4, 0], "0.65", "a step is a number"),
+        ([4, 4, 0], True, "a step is a number"),
+        ([4, 4, 0], 0, "a fresh Adam"),
+        ([4, 4, -1], -1, "a fresh Adam"),
+        ([4, 4, 0], 0.61, "correct both moments"),  # 1.5 / sqrt(6)
+        ([4, 4, 0], -0.65, "the sign is not"),
+        ([4, 4, 0], 1, "not yet"),
+        ([4, 4, 0], 1.71, "not yet"),  # the mean, not divided
+    ],
+)
+def test_adam_step_rejects(
+    gradients: list[float], answer: object, said: str, capsys: Capture
+) -> None:
+    assert not check_adam_step(gradients, answer, beta1=0.5, beta2=0.5)
     assert said in capsys.readouterr().out

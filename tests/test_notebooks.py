@@ -242,6 +242,30 @@ def check_05(notebook: Any, folder: Path) -> None:
     assert "6 of 6 replies are as recorded after training" in text
 
 
+def check_06(notebook: Any, folder: Path) -> None:
+    def rows_of(label: str) -> list[dict[str, Any]]:
+        (metrics,) = folder.glob(f"{label}-*/metrics.jsonl")
+        return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+    assert [row["step"] for row in rows_of("first-half")] == [1, 2]
+    for label in ("straight-on", "resumed", "weights-only"):
+        rows = rows_of(label)
+        assert [row["step"] for row in rows] == [3, 4]
+        assert {row["rollouts"] for row in rows} == {8}
+        assert {row["max_tokens"] for row in rows} == {64}
+    (along,) = folder.glob("along-checkpoints-*/rollouts.jsonl")
+    records = [json.loads(line) for line in along.read_text().splitlines()]
+    assert [record["step"] for record in records] == [0] * 6 + [5] * 6 + [10] * 6
+    (resume,) = folder.glob("short-run-*/resume.json")
+    assert json.loads(resume.read_text())["seed"] == 3
+    text = printed(notebook)
+    assert "models/my-model\n" in text
+    assert "✓ with the optimizer: the same run, bit for bit" in text
+    assert "✓ every wrong use is refused" in text
+    assert "✓ another base model is a new run" in text
+    assert "✓ the same greedy replies, token by token" in text
+
+
 Check = Callable[[Any, Path], None]
 CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
     "01_environment_and_grader": (
@@ -302,6 +326,18 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "STEPS": 2,
         },
         check_05,
+    ),
+    "06_checkpoints": (
+        {
+            "SEED": 3,
+            "STEPS": 4,
+            "TASKS_PER_STEP": 2,
+            "GROUP_SIZE": 4,
+            "MAX_TOKENS": 64,
+            "EVALUATION_TASKS": 6,
+            "PROMOTED_NAME": "my-model",
+        },
+        check_06,
     ),
 }
 

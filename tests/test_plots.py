@@ -12,7 +12,14 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from rlhelpers import plots
-from rlhelpers.analysis import CAUSES, OUTCOMES, compare_before_after
+from rlhelpers.analysis import (
+    CAUSES,
+    OUTCOMES,
+    OutcomeSummary,
+    compare_before_after,
+    summarize_outcomes,
+    wilson_interval,
+)
 from rlhelpers.calibration import GroupSummary
 from rlhelpers.metrics import StepMetrics
 
@@ -64,6 +71,7 @@ def draw_all(metrics: list[StepMetrics], rollouts: list[Any]) -> list[Figure]:
         plots.plot_transitions({("correct", "correct"): 3}),
         plots.plot_tokens_by_cause(rollouts, rollouts[:12]),
         plots.plot_accuracy_by_range({"1 to 9": compare_before_after(*paired)}),
+        plots.plot_checkpoints(metrics, {0: summarize_outcomes(rollouts)}),
     ]
 
 
@@ -269,3 +277,30 @@ def test_ranges_are_drawn_with_their_intervals(record: Callable[..., Any]) -> No
     (segment,) = axes.containers[0].lines[2][0].get_segments()
     assert segment[:, 1] == pytest.approx([0.2366, 0.7634], abs=5e-5)  # 5 of 10
     assert axes.get_xticklabels()[0].get_text() == "1 to 9\n10 tasks\n(trained range)"
+
+
+def test_checkpoints_show_their_intervals(metrics: list[StepMetrics]) -> None:
+    evaluations = {
+        step: OutcomeSummary(40, correct, 40 - correct, 0, 0, 30.0)
+        for step, correct in ((8, 36), (0, 28))
+    }
+    figure = plots.plot_checkpoints(metrics, evaluations)
+    (axes,) = figure.axes
+    assert axes.get_title() == "2 evaluations along a run, each of 40 held-out tasks"
+    assert axes.get_xlabel() == "training step"
+    assert axes.get_ylabel()
+    (container,) = axes.containers
+    points, _, (bars,) = container.lines  # type: ignore[attr-defined]
+    assert list(points.get_xdata()) == [0, 8]  # in order, whatever order they came in
+    assert list(points.get_ydata()) == pytest.approx([0.7, 0.9])
+    ends = [tuple(segment[:, 1]) for segment in bars.get_segments()]
+    wanted = [wilson_interval(28, 40), wilson_interval(36, 40)]
+    assert np.array(ends) == pytest.approx(np.array(wanted))
+    assert axes.get_xlim()[0] < 0
+
+
+def test_checkpoints_without_an_evaluation_are_refused(
+    metrics: list[StepMetrics],
+) -> None:
+    with pytest.raises(ValueError, match="no evaluations"):
+        plots.plot_checkpoints(metrics, {})

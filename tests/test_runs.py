@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlhelpers.checkpoints import CheckpointError
+from rlhelpers.metrics import ResumeState, StepMetrics
 from rlhelpers.models import PRESETS
 from rlhelpers.runs import (
     FinishedRun,
@@ -21,6 +22,7 @@ from rlhelpers.runs import (
     unseen_tasks,
 )
 from rlhelpers.service import connect
+from rlhelpers.training import TrainConfig
 
 
 @pytest.fixture
@@ -195,3 +197,44 @@ def test_damaged_published_figures_are_named(tmp_path: Path) -> None:
     path.write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(ValueError, match="not a published run: 'after'"):
         published_run(path)
+
+
+def test_checkpoints_of_an_interrupted_run(tmp_path: Path) -> None:
+    """Steps 1 to 4 ran under one id of the service, 5 to 7 under another."""
+    first, second = "local/run-" + "a" * 32, "local/run-" + "b" * 32
+    metrics = tuple(
+        StepMetrics.example(
+            step=step,
+            snapshot=f"{first if step <= 4 else second}/policy-{step - 1:04d}-0a1b2c3d",
+        )
+        for step in range(1, 8)
+    )
+    state = ResumeState(
+        run_id="full-run",
+        next_step=8,
+        seed=0,
+        pool_position=7,
+        checkpoint=f"{second}/final-state",
+        base_model="local/noise",
+        model="noise",
+        config={"steps": 7, "checkpoint_every": 2},
+    )
+    assert FinishedRun(tmp_path, state, metrics, (), ()).checkpoints == {
+        2: f"{first}/state-0002",
+        4: f"{first}/state-0004",
+        6: f"{second}/state-0006",
+        7: f"{second}/final-state",
+    }
+
+
+async def test_every_checkpoint_of_a_run_can_be_resumed(
+    preset: Any, tmp_path: Path
+) -> None:
+    config = TrainConfig.from_preset(preset, steps=3, checkpoint_every=1)
+    with connect(model=preset, runs_dir=tmp_path, quiet=True) as session:
+        run = await short_run(
+            session, config=config, evaluation_tasks=3, progress=False
+        )
+        assert list(run.checkpoints) == [1, 2, 3]
+        for path in run.checkpoints.values():
+            session.resume(path)

@@ -385,6 +385,7 @@ def test_what_cannot_be_resumed(
             with pytest.raises(CheckpointError) as caught:
                 session.resume(path)
             assert said in str(caught.value)
+            assert "Error code" not in str(caught.value)
         # The current adapter is untouched by all of these.
         np.testing.assert_array_equal(logprobs(session), before)
 
@@ -407,3 +408,63 @@ def test_a_new_policy_starts_from_fresh_weights(session: TrainingSession) -> Non
     assert np.abs(logprobs(session) - fresh).max() > 1e-4
     session.new_policy()
     np.testing.assert_allclose(logprobs(session), fresh, atol=1e-6)
+
+
+# -- the session's list, and promotion --------------------------------------------
+
+
+def test_the_list_tells_both_kinds_apart(session: TrainingSession) -> None:
+    assert session.list_checkpoints() == []
+    one_update(session)
+    state = session.save_state("state-0001")
+    snapshot = session.new_sampler("policy-0001").snapshot
+    listed = session.list_checkpoints()
+    assert [(row.kind, row.promotable) for row in listed] == [
+        ("training", False),
+        ("sampler", True),
+    ]
+    for row, path in zip(listed, (state, snapshot), strict=True):
+        assert f"local/{row.run_id}/{row.name}" == path
+    sizes = [row.size or 0 for row in listed]
+    assert sizes[0] > 2 * sizes[1] > 0  # Adam keeps two numbers per weight
+    session.new_policy()
+    assert session.list_checkpoints() == []
+
+
+def test_a_promoted_adapter_outlives_its_session(session: TrainingSession) -> None:
+    one_update(session)
+    snapshot = session.new_sampler("final").snapshot
+    model = session.promote(snapshot, "mine")
+    assert model.name == "accounts/local/models/mine"
+    assert session.promote(snapshot, "mine") == model  # the same weights once more
+    session.close()
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(model.files)
+
+
+def test_what_cannot_be_promoted(session: TrainingSession) -> None:
+    one_update(session)
+    state = session.save_state("state-0001")
+    first = session.new_sampler("policy-0001").snapshot
+    session.promote(first, "taken")
+    one_update(session)
+    second = session.new_sampler("policy-0002").snapshot
+    for path, output, said in (
+        (state, "mine", "training checkpoint"),
+        (second, "Mine_1", "'M', '_'"),
+        (second, "taken", "exists already"),
+        (f"local/run-{'0' * 32}/final-1a2b3c4d", "mine", "holds no sampler checkpoint"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            session.promote(path, output)
+        assert said in str(caught.value)
+    session.new_policy()
+    with pytest.raises(CheckpointError, match="before the session ends"):
+        session.promote(second, "late")
+
+
+def test_a_sampler_checkpoint_ends_with_its_session(session: TrainingSession) -> None:
+    snapshot = session.new_sampler("policy-0000").snapshot
+    assert session.open_sampler(snapshot).snapshot == snapshot
+    session.new_policy()
+    with pytest.raises(CheckpointError, match="end with their session"):
+        session.open_sampler(snapshot)
