@@ -841,12 +841,12 @@ def _heatmap(
     figure: Figure, axes: Axes, values: np.ndarray, *, label: str, top: float | None
 ) -> None:
     """Cells with their numbers written in; cividis reads the same to all eyes."""
-    image = axes.imshow(values, cmap="cividis", vmin=0, vmax=top, aspect="auto")
-    middle = float(image.norm.vmax or 1) / 2
+    highest = float(np.nanmax(values)) if top is None else top
+    image = axes.imshow(values, cmap="cividis", vmin=0, vmax=highest, aspect="auto")
     for row, column in np.ndindex(*values.shape):
         value = values[row, column]
         if np.isfinite(value):
-            color = "black" if value > middle else "white"
+            color = "black" if value > highest / 2 else "white"
             axes.text(
                 column, row, f"{value:.2f}", ha="center", va="center", color=color
             )
