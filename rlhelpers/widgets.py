@@ -100,8 +100,8 @@ class CalibrationPanel(widgets.VBox):  # type: ignore[misc]
         self.result = widgets.Output()
         sliders = (self.a, self.b, self.group_size, self.max_tokens)
         for slider in sliders:
-            slider.style.description_width = "8em"
-            slider.layout.width = "32em"
+            slider.style.description_width = "9em"
+            slider.layout.width = "34em"
             slider.observe(self._show_bound, names="value")
         self.button.on_click(self._on_click)
         self._show_bound()
