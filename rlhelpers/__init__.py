@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 
@@ -34,6 +35,9 @@ def _keep_hud_telemetry_local() -> None:
 
 
 _keep_hud_telemetry_local()
+# Dependencies import tqdm's notebook bars, which warn where ipywidgets is missing; ours
+# are text and need none.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 from rlhelpers.advantages import (  # noqa: E402
     group_relative_advantages,

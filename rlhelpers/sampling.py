@@ -26,6 +26,7 @@ from hud.utils.time import now_iso
 from rlhelpers.analysis import classify_outcome
 from rlhelpers.datums import RolloutFailed, check_run
 from rlhelpers.metrics import RolloutRecord
+from rlhelpers.refusals import explained
 from rlhelpers.usage import BusyClock, TokenLimitReached, TokenUsage
 
 if TYPE_CHECKING:
@@ -218,10 +219,16 @@ class PolicySampler:
         Raises:
             PromptTooLong: Prompt and ``max_tokens`` exceed the context; not sent.
             TokenLimitReached: The session's token limit would be passed; not sent.
+            ServiceRefused: The service refused; the message says why.
+            ValueError: The reply holds a token that the tokenizer does not know.
         """
         check_context(len(prompt_ids), settings.max_tokens, self.preset.context)
-        bound = len(prompt_ids) + settings.max_tokens
-        with self.usage.reserve(bound) as spend, self.clock.busy():
+        bound = {"prefill": len(prompt_ids), "sampled": settings.max_tokens}
+        with (
+            self.usage.reserve(**bound) as spend,
+            self.clock.busy(),
+            explained(self.preset),
+        ):
             response = await self.client.sample_async(
                 prompt=fireworks_types.ModelInput.from_ints(list(prompt_ids)),
                 num_samples=1,
@@ -239,7 +246,20 @@ class PolicySampler:
             sequence: fireworks_types.SampledSequence
             (sequence,) = response.sequences
             spend(prefill=len(prompt_ids), sampled=len(sequence.tokens))
+        _check_vocabulary(sequence.tokens, self.tokenizer, self.preset)
         return sequence
+
+
+def _check_vocabulary(
+    token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, preset: ModelPreset
+) -> None:
+    """Refuse replies that only another tokenizer could have a text for."""
+    if token_ids and max(token_ids) >= len(tokenizer):
+        raise ValueError(
+            f"base model {preset.base_model!r} answered with token {max(token_ids)}, "
+            f"but tokenizer {str(preset.tokenizer)!r} knows {len(tokenizer)}: it is "
+            "another model's; set the preset's tokenizer to the model's own"
+        )
 
 
 def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:
@@ -267,6 +287,37 @@ def _message(turn: mcp_types.PromptMessage) -> dict[str, str]:
     return {"role": turn.role, "content": turn.content.text}
 
 
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    preset: ModelPreset,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    examples: Sequence[tuple[str, str]] = (),
+) -> list[int]:
+    """Token ids of a conversation, up to where the assistant's reply begins.
+
+    The chat template writes every special token itself; none is added on top.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        preset: Its preset, for the chat template's options.
+        messages: Turns with ``role`` and ``content``.
+        examples: Earlier turns put before them, as (user, assistant) pairs.
+    """
+    turns: list[dict[str, str]] = []
+    for user, assistant in examples:
+        turns.append({"role": "user", "content": user})
+        turns.append({"role": "assistant", "content": assistant})
+    ids = tokenizer.apply_chat_template(
+        [*turns, *(dict(message) for message in messages)],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=False,
+        **preset.chat_template_kwargs,
+    )
+    return [int(token) for token in cast("Sequence[int]", ids)]
+
+
 class PolicyAgent(Agent[AgentConfig]):
     """A HUD agent that answers a one-turn task from a policy snapshot.
 
@@ -279,6 +330,9 @@ class PolicyAgent(Agent[AgentConfig]):
         sampler: The snapshot to sample from.
         settings: Temperature, filters and the reply's token limit.
         seed: Seed of the request.
+        refused: Shared by the agents of one phase. The first request that the token
+            limit refuses is noted here, and then none of them sends anything more:
+            the phase is lost, so further rollouts would only cost.
 
     Attributes:
         failure: The exception that ended the last call, or None.
@@ -289,12 +343,18 @@ class PolicyAgent(Agent[AgentConfig]):
     """
 
     def __init__(
-        self, sampler: PolicySampler, settings: SamplingSettings, *, seed: int = 0
+        self,
+        sampler: PolicySampler,
+        settings: SamplingSettings,
+        *,
+        seed: int = 0,
+        refused: list[TokenLimitReached] | None = None,
     ) -> None:
         super().__init__(AgentConfig(model=sampler.snapshot, model_name="PolicyAgent"))
         self.sampler = sampler
         self.settings = settings
         self.seed = seed
+        self.refused = [] if refused is None else refused
         self.failure: BaseException | None = None
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -302,24 +362,20 @@ class PolicyAgent(Agent[AgentConfig]):
 
         The chat template writes every special token itself; none is added on top.
         """
-        turns: list[dict[str, str]] = []
-        for user, assistant in self.sampler.examples:
-            turns.append({"role": "user", "content": user})
-            turns.append({"role": "assistant", "content": assistant})
-        ids = self.sampler.tokenizer.apply_chat_template(
-            [*turns, *(dict(message) for message in messages)],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
-            **self.sampler.preset.chat_template_kwargs,
+        sampler = self.sampler
+        return render_prompt(
+            sampler.tokenizer, sampler.preset, messages, examples=sampler.examples
         )
-        return [int(token) for token in cast("Sequence[int]", ids)]
 
     async def __call__(self, run: Run) -> None:
         try:
+            if self.refused:
+                raise self.refused[0]
             await self._answer(run)
         except Exception as error:
             self.failure = error
+            if isinstance(error, TokenLimitReached) and not self.refused:
+                self.refused.append(error)
             raise
 
     async def _answer(self, run: Run) -> None:
@@ -412,13 +468,16 @@ async def collect_rollouts(
     Raises:
         RolloutFailed: A rollout failed to sample or to be graded. All others have
             ended by then.
-        TokenLimitReached: The session's token limit stopped a rollout.
+        TokenLimitReached: The session's token limit stopped a rollout; no further
+            one was sent.
     """
+    refused: list[TokenLimitReached] = []
     agents = [
         PolicyAgent(
             sampler,
             plan.settings,
             seed=rollout_seed(plan.seed, plan.step, task_index, rollout_index),
+            refused=refused,
         )
         for task_index in range(len(tasks))
         for rollout_index in range(plan.group_size)

@@ -18,14 +18,12 @@ import logging
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 from urllib.parse import urlsplit
 
-from dotenv import dotenv_values, find_dotenv
 from fireworks.training.sdk import (
     FiretitanServiceClient,
     FiretitanTrainingClient,
@@ -33,9 +31,8 @@ from fireworks.training.sdk import (
     FixedConcurrencyController,
 )
 from hud.eval.runtime import LocalRuntime, Shared
-from transformers import AutoTokenizer
 
-from rlhelpers.arithmetic import PROMPT_TEMPLATE, env
+from rlhelpers.arithmetic import env
 from rlhelpers.checkpoints import (
     CheckpointError,
     ListedCheckpoint,
@@ -52,76 +49,31 @@ from rlhelpers.models import (
     check_backend,
     resolve_preset,
 )
-from rlhelpers.sampling import PolicySampler, end_token_ids
+from rlhelpers.preflight import (
+    LOOPBACK,
+    Banner,
+    check_prices,
+    example_turns,
+    fireworks_url,
+    host_of,
+    load_tokenizer,
+    planned_work,
+    remote_key,
+    warn_if_unlike,
+)
+from rlhelpers.refusals import explained
+from rlhelpers.sampling import PolicySampler
 from rlhelpers.usage import TokenUsage
 
 if TYPE_CHECKING:
+    from fireworks.training.sdk import Datum
     from hud.eval.runtime import Provider
     from transformers import PreTrainedTokenizerBase
 
     from rlhelpers.local import LocalService
 
-FIREWORKS_URL = "https://api.fireworks.ai/training/v1/serverless"
-KEY_VARIABLE = "FIREWORKS_API_KEY"
-
 # Said by the SDK on paths that are right for us, so a reader need not see them.
 _HARMLESS = ("base_model is ignored for serverless base-only sampling",)
-
-
-class MissingKey(RuntimeError):
-    """The Fireworks backend was asked for, and no API key was found."""
-
-
-@dataclass(frozen=True)
-class Banner:
-    """What is about to run, where, and what it may cost at most.
-
-    Attributes:
-        backend, model, base_model, licence: From the preset.
-        rollouts: Rollouts planned.
-        token_ceiling: Most tokens the session may use, or None without a limit.
-        prices: Dollars per million (prefill, sampled, trained) tokens, or None.
-    """
-
-    backend: Backend
-    model: str
-    base_model: str
-    licence: str
-    rollouts: int
-    token_ceiling: int | None
-    prices: tuple[float, float, float] | None
-
-    @property
-    def cost(self) -> str:
-        """The cost bound in words."""
-        if self.backend == "local":
-            return "none (nothing leaves this machine)"
-        if self.prices is None:
-            return "unknown; pass prices=(prefill, sampled, trained) to connect()"
-        if self.token_ceiling is None:
-            return "unbounded; pass token_limit to connect()"
-        # Every token at the dearest price: an upper bound whatever the mix.
-        bound = self.token_ceiling * max(self.prices) / 1e6
-        return f"at most ${bound:,.2f} at the prices given"
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Label and value pairs, in reading order."""
-        ceiling = self.token_ceiling
-        return [
-            ("Backend", self.backend),
-            ("Model", f"{self.model} ({self.base_model})"),
-            ("Licence", self.licence),
-            ("Rollouts planned", f"{self.rollouts:,}"),
-            ("Token ceiling", "no limit" if ceiling is None else f"{ceiling:,}"),
-            ("Cost", self.cost),
-        ]
-
-    def __str__(self) -> str:
-        return "\n".join(f"{label:<17}{value}" for label, value in self.rows())
-
-    def _repr_markdown_(self) -> str:
-        rows = "\n".join(f"| {label} | {value} |" for label, value in self.rows())
-        return f"| | |\n|---|---|\n{rows}"
 
 
 class TrainingSession:
@@ -206,11 +158,13 @@ class TrainingSession:
         the account's run quota.
         """
         if self._training_client is None:
-            self._training_client = self.service_client.create_lora_training_client(
-                base_model=self.preset.base_model,
-                rank=self.preset.lora_rank,
-                seed=self.seed,
-            )
+            with explained(self.preset):
+                client = self.service_client.create_lora_training_client(
+                    base_model=self.preset.base_model,
+                    rank=self.preset.lora_rank,
+                    seed=self.seed,
+                )
+            self._training_client = _counted(client, self.usage)
         return self._training_client
 
     def _renew_service(self) -> None:
@@ -231,20 +185,21 @@ class TrainingSession:
     # -- samplers -----------------------------------------------------------------
 
     def _sampler(self, snapshot: str, **target: str) -> PolicySampler:
-        client = self.service_client.create_sampling_client(
-            tokenizer=self.tokenizer,
-            # One controller per sampler: each sampler has an event loop of its own.
-            concurrency_controller=FixedConcurrencyController(
-                self.preset.max_concurrent
-            ),
-            **target,
-        )
+        with explained(self.preset):
+            client = self.service_client.create_sampling_client(
+                tokenizer=self.tokenizer,
+                # One controller per sampler: each sampler has an event loop of its own.
+                concurrency_controller=FixedConcurrencyController(
+                    self.preset.max_concurrent
+                ),
+                **target,
+            )
         sampler = PolicySampler(
             client=client,
             snapshot=snapshot,
             tokenizer=self.tokenizer,
             preset=self.preset,
-            examples=_example_turns(self.preset),
+            examples=example_turns(self.preset),
             usage=self.usage,
         )
         self._samplers.append(sampler)
@@ -355,7 +310,9 @@ class TrainingSession:
             if with_optimizer
             else service.create_training_client_from_state
         )
-        self._training_client = create(reference.path)
+        with explained(self.preset):
+            client = create(reference.path)
+        self._training_client = _counted(client, self.usage)
 
     def _check_base_model(self, path: str) -> None:
         rest = self.service_client.create_rest_client()
@@ -495,6 +452,33 @@ class TrainingSession:
         self._runtimes.clear()
 
 
+def _counted(
+    client: FiretitanTrainingClient, usage: TokenUsage
+) -> FiretitanTrainingClient:
+    """The client, whose passes over tokens count before they are sent.
+
+    The SDK's other ways to train (the async ones, ``forward_backward_custom``) call
+    these two, so nothing passes the limit uncounted.
+    """
+    forward, forward_backward = client.forward, client.forward_backward
+
+    def counted_forward(data: list[Datum], *rest: Any, **options: Any) -> Any:
+        usage.charge(prefill=_tokens(data))
+        return forward(data, *rest, **options)
+
+    def counted_forward_backward(data: list[Datum], *rest: Any, **options: Any) -> Any:
+        usage.charge(trained=_tokens(data))
+        return forward_backward(data, *rest, **options)
+
+    client.forward = counted_forward
+    client.forward_backward = counted_forward_backward
+    return client
+
+
+def _tokens(data: Sequence[Datum]) -> int:
+    return sum(datum.model_input.length for datum in data)
+
+
 _TASKS: set[asyncio.Task[None]] = set()
 
 
@@ -503,14 +487,6 @@ def _start(coroutine: Any) -> None:
     task = asyncio.get_running_loop().create_task(coroutine)
     _TASKS.add(task)
     task.add_done_callback(_TASKS.discard)
-
-
-def _example_turns(preset: ModelPreset) -> tuple[tuple[str, str], ...]:
-    """The preset's worked examples as (user, assistant) texts."""
-    return tuple(
-        (PROMPT_TEMPLATE.format(a=example.a, b=example.b), example.reply)
-        for example in preset.worked_examples
-    )
 
 
 class _DropHarmless(logging.Filter):
@@ -573,43 +549,6 @@ def _keep_loopback_direct() -> None:
         os.environ[variable] = ",".join(hosts + missing)
 
 
-def _load_tokenizer(preset: ModelPreset) -> PreTrainedTokenizerBase:
-    source = preset.tokenizer
-    if isinstance(source, Path) and not (source / "config.json").is_file():
-        raise FileNotFoundError(
-            f"model {preset.name!r} has no files in {source.name!r} under "
-            f"{source.parent.name!r}; build it with: python -m rlhelpers.local.pretrain"
-        )
-    tokenizer = cast(
-        "PreTrainedTokenizerBase",
-        AutoTokenizer.from_pretrained(
-            str(source), local_files_only=preset.backend == "local"
-        ),
-    )
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"tokenizer {str(source)!r} has no chat template, so it does not fit the "
-            f"chat model {preset.base_model!r}; set the preset's tokenizer to the "
-            "instruct model's own"
-        )
-    end_token_ids(tokenizer)
-    return tokenizer
-
-
-def _find_key(api_key: str | None) -> str:
-    """The Fireworks key from the argument, the environment or a ``.env`` file."""
-    key = api_key or os.environ.get(KEY_VARIABLE)
-    if not key:
-        key = dotenv_values(find_dotenv(usecwd=True)).get(KEY_VARIABLE)
-    if not key:
-        raise MissingKey(
-            f"BACKEND='fireworks' needs an API key and {KEY_VARIABLE} is not set; set "
-            "it in the environment or a .env file, or use BACKEND='local', which "
-            "needs no key. Nothing was sent."
-        )
-    return key
-
-
 def _start_local(preset: ModelPreset, state_dir: Path) -> tuple[LocalService, str, str]:
     from rlhelpers.local import LocalService
 
@@ -643,7 +582,10 @@ def connect(
     base_url: str | None = None,
     token_limit: int | None = None,
     planned_rollouts: int | None = None,
-    prices: tuple[float, float, float] | None = None,
+    planned_datums: int | None = None,
+    max_tokens: int | None = None,
+    max_operand: int | None = None,
+    prices: Sequence[float] | None = None,
     resume_from: str | None = None,
     seed: int = 0,
     task_runtime: Provider | None = None,
@@ -663,11 +605,19 @@ def connect(
         api_key: Fireworks key; else ``FIREWORKS_API_KEY`` from the environment or a
             ``.env`` file. Ignored by the local service that this call starts.
         base_url: Another address. With ``backend="local"``, that of a service started
-            by ``python -m rlhelpers.local``, whose key is then ``api_key``.
+            by ``python -m rlhelpers.local``, whose key is then ``api_key``. With
+            ``backend="fireworks"``, else ``FIREWORKS_BASE_URL`` from the environment,
+            else the public host; https, unless it is on loopback.
         token_limit: Most tokens (prefill, sampled and trained together) that the
             session may use; None takes the preset's, which is no limit locally.
-        planned_rollouts: For the banner; None means the preset's full run.
-        prices: Dollars per million (prefill, sampled, trained) tokens.
+        planned_rollouts: For the banner, like the next three; None means the preset's
+            full run.
+        planned_datums: How many of them may be trained on; None means all.
+        max_tokens: Their longest reply; None means the preset's.
+        max_operand: The largest operand; None means the preset's. Tasks of your own
+            are taken to fill the context.
+        prices: Dollars per million (prefill, sampled, trained) tokens; None means the
+            preset's.
         resume_from: A training checkpoint to continue from.
         seed: Seed of the adapter's initial weights.
         task_runtime: Where HUD runs tasks of your own, such as ``load_tasks(…)``'s
@@ -680,8 +630,11 @@ def connect(
         The open session.
 
     Raises:
-        ValueError: Unknown backend or model, or a limit that is not positive.
+        ValueError: Unknown backend or model, a limit that is not positive, or prices
+            that are none; nothing was sent.
         MissingKey: No key for Fireworks; nothing was sent.
+        TokenizerUnavailable: The tokenizer could not be downloaded; nothing was sent.
+        ServiceRefused: The service refused the session; the message says why.
         CheckpointError: ``resume_from`` cannot be resumed from.
 
     Example:
@@ -693,15 +646,30 @@ def connect(
         require_training_checkpoint(resume_from)
     usage = TokenUsage(preset.token_limit if token_limit is None else token_limit)
     own_service = preset.backend == "local" and base_url is None
-    key = None if own_service else _remote_key(preset, api_key, base_url)
+    key = None if own_service else remote_key(preset, api_key, base_url)
+    url = base_url or ""
+    if preset.backend == "fireworks":
+        url = fireworks_url(base_url)
+        warn_if_unlike(preset)
+    paid = preset.prices if prices is None else check_prices(prices)
+    tokenizer = load_tokenizer(preset)
     banner = Banner(
         backend=preset.backend,
         model=preset.name,
         base_model=preset.base_model,
         licence=preset.licence,
-        rollouts=planned_rollouts or preset.steps * preset.rollouts_per_step,
+        work=planned_work(
+            preset,
+            tokenizer,
+            rollouts=planned_rollouts,
+            datums=planned_datums,
+            max_tokens=max_tokens,
+            max_operand=max_operand,
+            own_tasks=task_runtime is not None,
+        ),
         token_ceiling=usage.limit,
-        prices=prices or preset.prices,
+        prices=paid,
+        host=host_of(url),
     )
     if _current is not None and not _current.closed:
         if not quiet:
@@ -709,11 +677,10 @@ def connect(
         _close_current()
     if not quiet:
         print(banner)
-    tokenizer = _load_tokenizer(preset)
     _quiet_sdk()
     folder = Path(runs_dir)
-    url = base_url or FIREWORKS_URL
-    if preset.backend == "local":
+    on_loopback = own_service or urlsplit(url).hostname in LOOPBACK
+    if on_loopback:
         _keep_loopback_direct()
     service: LocalService | None = None
     if own_service:
@@ -722,7 +689,7 @@ def connect(
     def open_service() -> FiretitanServiceClient:
         # The address is always explicit: a half-set environment would otherwise send
         # training traffic to the public host.
-        with _sdk_telemetry(on=preset.backend != "local"):
+        with _sdk_telemetry(on=not on_loopback), explained(preset):
             return FiretitanServiceClient(api_key=key, base_url=url)
 
     def open_control_plane() -> FireworksClient:
@@ -778,21 +745,3 @@ def _service_message(error: Exception) -> str:
 def _api_root(url: str) -> str:
     """The address of the control plane: the service's, without its training path."""
     return url.rstrip("/").removesuffix("/training/v1/serverless")
-
-
-def _remote_key(preset: ModelPreset, api_key: str | None, base_url: str | None) -> str:
-    """The key for a service that this process does not start."""
-    if preset.backend == "fireworks":
-        return _find_key(api_key)
-    host = urlsplit(base_url or "").hostname
-    if host not in ("127.0.0.1", "localhost", "::1"):
-        raise ValueError(
-            f"BACKEND='local' talks to loopback only, got base_url={base_url!r}; use "
-            "BACKEND='fireworks' for another host"
-        )
-    if not api_key:
-        raise MissingKey(
-            f"the service at {base_url!r} needs the api_key that it printed when it "
-            "started; pass it as api_key"
-        )
-    return api_key

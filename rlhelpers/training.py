@@ -560,16 +560,13 @@ async def _update(
 ) -> ForwardBackwardOutput:
     """One forward_backward and one optim_step, sent back to back."""
     client = session.training_client
-    tokens = sum(datum.model_input.length for datum in datums)
-    with session.usage.reserve(tokens) as spend:
-        backward = await client.forward_backward_async(
-            datums, config.loss_fn, config.loss_fn_config
-        )
-        # Sent without waiting: the service runs a model's operations in order.
-        optimizer = await client.optim_step_async(config.adam)
-        output = await backward.result_async()
-        spend(trained=tokens)
-        await optimizer.result_async()
+    backward = await client.forward_backward_async(
+        datums, config.loss_fn, config.loss_fn_config
+    )
+    # Sent without waiting: the service runs a model's operations in order.
+    optimizer = await client.optim_step_async(config.adam)
+    output = await backward.result_async()
+    await optimizer.result_async()
     session.updates += 1
     return output
 

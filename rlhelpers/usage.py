@@ -3,6 +3,11 @@
 Fireworks bills three kinds of token: *prefill* (prompt tokens read), *sampled* (tokens
 generated) and *trained* (tokens sent to forward_backward). The local service bills
 nothing, and is counted alike.
+
+Every request takes the most it may use from the limit before it is sent. A request that
+fails without an answer counts with that bound, because it may have been billed: the
+counters err upwards, never downwards. What the SDK repeats on its own after a dropped
+connection is one request here.
 """
 
 from __future__ import annotations
@@ -36,6 +41,13 @@ class TokenCounts:
         """All three kinds together."""
         return self.prefill + self.sampled + self.trained
 
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(
+            self.prefill + other.prefill,
+            self.sampled + other.sampled,
+            self.trained + other.trained,
+        )
+
     def __sub__(self, earlier: TokenCounts) -> TokenCounts:
         return TokenCounts(
             self.prefill - earlier.prefill,
@@ -49,6 +61,36 @@ class TokenCounts:
         return sum(n * price for n, price in zip(used, prices, strict=True)) / 1e6
 
 
+@dataclass(frozen=True)
+class PlannedWork:
+    """What a session is about to do, and the most tokens it can take.
+
+    Attributes:
+        rollouts: Rollouts planned, evaluations included.
+        datums: How many of them may be trained on.
+        prompt_tokens: The longest prompt, in tokens.
+        max_tokens: The longest reply, in tokens.
+
+    Example:
+        >>> PlannedWork(10, 4, prompt_tokens=38, max_tokens=160).bound.total
+        2768
+    """
+
+    rollouts: int
+    datums: int
+    prompt_tokens: int
+    max_tokens: int
+
+    @property
+    def bound(self) -> TokenCounts:
+        """The most tokens of each kind. A datum is one token shorter than its text."""
+        return TokenCounts(
+            prefill=self.rollouts * self.prompt_tokens,
+            sampled=self.rollouts * self.max_tokens,
+            trained=self.datums * (self.prompt_tokens + self.max_tokens - 1),
+        )
+
+
 class TokenUsage:
     """Thread-safe token counters with an enforced limit.
 
@@ -60,52 +102,65 @@ class TokenUsage:
 
     Example:
         >>> usage = TokenUsage(limit=100)
-        >>> with usage.reserve(60) as spend:
+        >>> with usage.reserve(prefill=10, sampled=50) as spend:
         ...     spend(prefill=10, sampled=5)
         >>> usage.counts.total
         15
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        if limit is not None and limit < 1:
-            raise ValueError(
-                f"token_limit must be at least 1, got {limit}; None means no limit"
-            )
-        self.limit = limit
+        self._limit = _checked(limit)
         self._lock = threading.Lock()
         self._counts = TokenCounts()
+        self._unanswered = TokenCounts()
         self._reserved = 0
 
     @property
+    def limit(self) -> int | None:
+        """Most tokens, or None. It may be raised while the session is open.
+
+        Raises:
+            ValueError: On setting: neither a whole number of at least 1 nor None.
+        """
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int | None) -> None:
+        self._limit = _checked(limit)
+
+    @property
     def counts(self) -> TokenCounts:
-        """Tokens used so far."""
+        """Tokens used so far, those of unanswered requests included."""
         with self._lock:
             return self._counts
 
-    def _take(self, tokens: int) -> None:
+    @property
+    def unanswered(self) -> TokenCounts:
+        """The part of :attr:`counts` that is a bound: requests that failed."""
         with self._lock:
-            used = self._counts.total + self._reserved
-            if self.limit is not None and used + tokens > self.limit:
-                raise TokenLimitReached(
-                    f"not sent: this request may use {tokens:,} tokens and {used:,} "
-                    f"are used or in flight, over token_limit={self.limit:,}; raise "
-                    "token_limit in connect(), or take fewer or shorter rollouts"
-                )
-            self._reserved += tokens
+            return self._unanswered
 
-    def _spend(self, prefill: int = 0, sampled: int = 0, trained: int = 0) -> None:
+    def charge(self, *, prefill: int = 0, sampled: int = 0, trained: int = 0) -> None:
+        """Count a request whose tokens are known, before it is sent.
+
+        Raises:
+            TokenLimitReached: They do not fit under the limit; nothing was counted.
+        """
+        asked = TokenCounts(prefill, sampled, trained)
         with self._lock:
-            now = self._counts
-            self._counts = TokenCounts(
-                now.prefill + prefill, now.sampled + sampled, now.trained + trained
-            )
+            self._check(asked.total)
+            self._counts += asked
 
     @contextmanager
-    def reserve(self, tokens: int) -> Iterator[_Spend]:
+    def reserve(
+        self, *, prefill: int = 0, sampled: int = 0, trained: int = 0
+    ) -> Iterator[_Spend]:
         """Reserve the most a request may use, then count what it did use.
 
+        If the block raises before it has counted, the whole reservation counts.
+
         Args:
-            tokens: Upper bound for this request.
+            prefill, sampled, trained: Upper bounds for this request.
 
         Yields:
             A function taking ``prefill``, ``sampled`` and ``trained`` counts.
@@ -113,22 +168,57 @@ class TokenUsage:
         Raises:
             TokenLimitReached: The bound does not fit under the limit.
         """
-        self._take(tokens)
+        bound = TokenCounts(prefill, sampled, trained)
+        with self._lock:
+            self._check(bound.total)
+            self._reserved += bound.total
+        spend = _Spend()
         try:
-            yield _Spend(self)
+            yield spend
+        except BaseException:
+            if spend.used is None:
+                spend.used = bound
+                with self._lock:
+                    self._unanswered += bound
+            raise
         finally:
             with self._lock:
-                self._reserved -= tokens
+                self._reserved -= bound.total
+                self._counts += spend.used or TokenCounts()
+
+    def _check(self, tokens: int) -> None:
+        """Refuse what does not fit; the lock is held."""
+        used = self._counts.total + self._reserved
+        if self._limit is not None and used + tokens > self._limit:
+            raise TokenLimitReached(
+                f"not sent: this request may use {tokens:,} tokens and {used:,} are "
+                f"used or in flight, over token_limit={self._limit:,}. What was done "
+                "is saved. To go on, raise session.usage.limit, or token_limit "
+                "(TOKEN_LIMIT) in connect(), and resume; or take fewer or shorter "
+                "rollouts"
+            )
+
+
+def _checked(limit: int | None) -> int | None:
+    whole = isinstance(limit, int) and not isinstance(limit, bool)
+    if limit is not None and not (whole and limit >= 1):
+        raise ValueError(
+            f"token_limit must be at least 1, got {limit!r}; give a whole number of "
+            "tokens, or None for no limit"
+        )
+    return limit
 
 
 class _Spend:
-    """Counts what a reserved request really used."""
+    """Takes what a reserved request really used."""
 
-    def __init__(self, usage: TokenUsage) -> None:
-        self._usage = usage
+    def __init__(self) -> None:
+        self.used: TokenCounts | None = None
 
     def __call__(self, *, prefill: int = 0, sampled: int = 0, trained: int = 0) -> None:
-        self._usage._spend(prefill, sampled, trained)
+        self.used = (self.used or TokenCounts()) + TokenCounts(
+            prefill, sampled, trained
+        )
 
 
 class BusyClock:

@@ -12,10 +12,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-import ipywidgets as widgets
 from IPython.display import DisplayHandle, display
 
 from rlhelpers.plots import plot_training_dashboard
+
+try:
+    import ipywidgets as widgets
+except ImportError:  # progress, dashboards and lessons do without
+    from rlhelpers import plain_widgets as widgets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

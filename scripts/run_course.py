@@ -5,13 +5,15 @@
     python scripts/run_course.py --only 01 02
 
 Stops at the first failure and names the notebook, the cell and the cause. A
-parameter goes to the notebooks that have it; one that no notebook has is an error.
+parameter goes to the notebooks that have it; one that no notebook has is an error, and
+so is a value that cannot work.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import sys
 import time
 from collections.abc import Sequence
@@ -90,15 +92,21 @@ def assign_parameters(
     declared = {path: pm.inspect_notebook(str(path)).keys() for path in notebooks}
     known = sorted(set().union(*declared.values()))
     if unknown := sorted(given.keys() - set(known)):
+        named = ", ".join(name + _meant(name, known) for name in unknown)
         raise ValueError(
-            f"no notebook has a parameter {', '.join(unknown)}; "
-            f"known: {', '.join(known) or 'none'}"
+            f"no notebook has a parameter {named}; known: {', '.join(known) or 'none'}"
         )
     values = {name: parse_value(text) for name, text in given.items()}
     return {
         path: {name: value for name, value in values.items() if name in names}
         for path, names in declared.items()
     }
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """The known name most like a misspelt one, as a question."""
+    found = difflib.get_close_matches(name.upper(), known, n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def parse_value(text: str) -> Any:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 
 playwright = pytest.importorskip(
@@ -24,6 +25,7 @@ playwright = pytest.importorskip(
 )
 
 ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOK = "02_calibration.ipynb"
 TOKEN = "course-test"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SETTINGS = "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
@@ -44,7 +46,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start JupyterLab on a copy of the notebook; its address."""
     folder = tmp_path_factory.mktemp("lab")
     (folder / "course").mkdir()
-    shutil.copy(ROOT / "notebooks" / "02_calibration.ipynb", folder / "course")
+    notebook = nbformat.read(ROOT / "notebooks" / NOTEBOOK, as_version=4)
+    for cell in notebook.cells:  # what is found later was written by this run
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    nbformat.write(notebook, folder / "course" / NOTEBOOK)
     # Off-screen cells would otherwise leave the page, and with them their outputs.
     settings = folder / "settings" / SETTINGS
     settings.parent.mkdir(parents=True)
@@ -114,13 +120,10 @@ def page(browser_path: str) -> Iterator[Any]:
 
 def run_all(page: Any, address: str) -> None:
     """Open the notebook and run it to its end, without an error in any cell."""
-    page.goto(f"{address}/lab/tree/02_calibration.ipynb?token={TOKEN}")
+    page.goto(f"{address}/lab/tree/{NOTEBOOK}?token={TOKEN}")
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
     page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for()
     cells = page.locator(".jp-Notebook .jp-CodeCell")
-    # Wiped first, so that what is found below was written by this run.
-    page.locator(".lm-MenuBar-itemLabel", has_text="Edit").first.click()
-    page.locator('[data-command="editmenu:clear-all"]').click()
     page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
     page.locator('[data-command="runmenu:run-all"]').click()
     last = cells.last.locator(".jp-InputArea-prompt")

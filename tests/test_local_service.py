@@ -1000,6 +1000,18 @@ def test_deleting_a_session_fails_what_is_queued_and_nothing_else(wire: Wire) ->
     assert "loss:sum" in str(wire.result(ticket))
 
 
+def test_ending_a_session_while_a_model_unloads(wire: Wire) -> None:
+    for _ in range(5):
+        session = wire.session()
+        model = wire.model(session)
+        wire.submit("forward_backward", forward_body(model, 1, [1.0] * 50))
+        ticket = wire.submit("unload_model", {"model_id": model})
+        url = f"{wire.root}/v1/accounts/local/trainingSessions/{session}"
+        assert wire.http.delete(url).status_code == 200
+        result = wire.result(ticket)
+        assert result.get("error") in (None, SESSION_ENDED)
+
+
 SESSION_ENDED = "the session has ended: connect again"
 
 

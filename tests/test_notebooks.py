@@ -115,6 +115,18 @@ def test_papermill_sees_every_parameter(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_parameters_are_checked_before_anything_is_sent(path: Path) -> None:
+    sources = [cell.source for cell in code_cells(read(path))]
+    parameters = next(i for i, source in enumerate(sources) if "# Param" in source)
+    # How the check finds the names that this notebook has.
+    assert sources[parameters].startswith("# Parameters:")
+    checked = [i for i, source in enumerate(sources) if "check_parameters(g" in source]
+    sent = [i for i, source in enumerate(sources) if re.search(r"\bconnect\(", source)]
+    assert checked
+    assert parameters < checked[0] < min(sent, default=len(sources))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
 def test_no_loop_is_started_inside_the_notebooks_own(path: Path) -> None:
     source = "\n".join(cell.source for cell in code_cells(read(path)))
     assert "asyncio.run" not in source
@@ -199,6 +211,7 @@ def check_04(notebook: Any, folder: Path) -> None:
     assert "1 steps recorded: [1]" in text  # INTERRUPT_AFTER
     assert "12 training tasks" not in text
     assert "6 training tasks, 6 held out, operands 2 to 12" in text
+    assert "Token ceiling    123,456" in text
 
 
 def check_05(notebook: Any, folder: Path) -> None:
@@ -247,6 +260,7 @@ def check_06(notebook: Any, folder: Path) -> None:
     assert json.loads(resume.read_text())["seed"] == 3
     text = printed(notebook)
     assert "models/my-model\n" in text
+    assert "Token ceiling    5,000,000" in text  # TOKEN_LIMIT
     assert "✓ with the optimizer: the same run, bit for bit" in text
     assert "✓ every wrong use is refused" in text
     assert "✓ another base model is a new run" in text
@@ -299,6 +313,8 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "LEARNING_RATE": 1e-3,
             "EVALUATION_TASKS": 6,
             "INTERRUPT_AFTER": 1,
+            "TOKEN_LIMIT": 123_456,
+            "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
         },
         check_04,
     ),
@@ -321,6 +337,8 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "MAX_TOKENS": 64,
             "EVALUATION_TASKS": 6,
             "PROMOTED_NAME": "my-model",
+            "TOKEN_LIMIT": 5_000_000,
+            "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
         },
         check_06,
     ),

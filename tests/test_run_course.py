@@ -75,9 +75,34 @@ def test_unknown_parameter_or_notebook_is_refused(
     runner: ModuleType, course: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(runner, course, "-p", "SIZES", "8") == 2
-    assert "parameter SIZES; known: RATE, SIZE" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "parameter SIZES (did you mean SIZE?); known: RATE, SIZE" in said
+    assert run(runner, course, "-p", "rate", "8") == 2
+    assert "parameter rate (did you mean RATE?)" in capsys.readouterr().err
+    assert run(runner, course, "-p", "COLOUR", "8") == 2
+    assert "parameter COLOUR; known: RATE, SIZE" in capsys.readouterr().err
+    assert not (course.parent / "out").exists()  # nothing was run
     assert run(runner, course, "--only", "07") == 2
     assert "no notebook 07; there are 01, 02" in capsys.readouterr().err
+
+
+def test_a_value_that_cannot_work_stops_the_notebook(
+    runner: ModuleType, course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        course,
+        "01_a.ipynb",
+        "# Parameters: one.\nGROUP_SIZE = 4  # rollouts",
+        "from rlhelpers.parameters import check_parameters\n"
+        "check_parameters(globals())",
+        "print('sent')",
+    )
+    assert run(runner, course, "--only", "01", "-p", "GROUP_SIZE", "'8'") == 1
+    said = capsys.readouterr().err
+    assert "01_a.ipynb, cell 3" in said
+    assert "GROUP_SIZE = '8': must be a whole number of at least 2" in said
+    copy = (course.parent / "out" / "01_a.ipynb").read_text()
+    assert '"sent\\n"' not in copy
 
 
 @pytest.mark.parametrize(

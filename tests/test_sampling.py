@@ -21,6 +21,7 @@ from rlhelpers.sampling import (
     PromptTooLong,
     RolloutPlan,
     SamplingSettings,
+    _check_vocabulary,
     check_context,
     collect_rollouts,
     end_token_ids,
@@ -31,7 +32,12 @@ from rlhelpers.sampling import (
 )
 from rlhelpers.service import TrainingSession, connect
 from rlhelpers.training import evaluate
-from rlhelpers.usage import TokenCounts, TokenLimitReached, TokenUsage
+from rlhelpers.usage import (
+    PlannedWork,
+    TokenCounts,
+    TokenLimitReached,
+    TokenUsage,
+)
 
 TRAINING = SamplingSettings(max_tokens=16)
 TOKENIZER = build_tokenizer()
@@ -151,20 +157,67 @@ def test_prompt_and_reply_must_fit_the_context() -> None:
 
 def test_requests_in_flight_cannot_pass_the_limit_together() -> None:
     usage = TokenUsage(limit=100)
-    with usage.reserve(60) as spend:
-        with pytest.raises(TokenLimitReached) as caught, usage.reserve(50):
+    with usage.reserve(prefill=20, sampled=40) as spend:
+        with pytest.raises(TokenLimitReached) as caught, usage.reserve(sampled=50):
             pass
+        with pytest.raises(TokenLimitReached):
+            usage.charge(trained=41)
         spend(prefill=10, sampled=5)
     assert usage.counts == TokenCounts(10, 5, 0)
-    with usage.reserve(85):
+    with usage.reserve(sampled=85):
         pass
-    for text in ("50", "60", "token_limit=100"):
+    for text in ("50", "60", "token_limit=100", "session.usage.limit"):
         assert text in str(caught.value)
 
 
-def test_a_limit_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="got 0"):
-        TokenUsage(limit=0)
+def test_what_is_known_beforehand_counts_before_it_is_sent() -> None:
+    usage = TokenUsage(limit=100)
+    usage.charge(trained=60)
+    with pytest.raises(TokenLimitReached, match="60 are used"):
+        usage.charge(prefill=41)
+    usage.charge(prefill=40)
+    assert usage.counts == TokenCounts(40, 0, 60)
+
+
+def test_a_request_without_an_answer_counts_with_its_bound() -> None:
+    usage = TokenUsage(limit=100)
+    with pytest.raises(ConnectionError), usage.reserve(prefill=20, sampled=40):
+        raise ConnectionError("gone")
+    assert usage.counts == usage.unanswered == TokenCounts(20, 40, 0)
+
+    def answered_and_then_failed() -> None:
+        with usage.reserve(sampled=40) as spend:
+            spend(sampled=3)
+            raise KeyError("plot")
+
+    with pytest.raises(KeyError):
+        answered_and_then_failed()
+    assert usage.counts == TokenCounts(20, 43, 0)
+    assert usage.unanswered == TokenCounts(20, 40, 0)
+
+
+def test_the_limit_can_be_raised() -> None:
+    usage = TokenUsage(limit=10)
+    with pytest.raises(TokenLimitReached):
+        usage.charge(sampled=11)
+    usage.limit = 11
+    usage.charge(sampled=11)
+    usage.limit = None
+    usage.charge(sampled=10**9)
+    with pytest.raises(ValueError, match="got -1"):
+        usage.limit = -1
+
+
+@pytest.mark.parametrize("limit", [0, -5, 2.5, "100", True])
+def test_a_limit_is_a_positive_whole_number(limit: object) -> None:
+    with pytest.raises(ValueError, match="token_limit must be at least 1"):
+        TokenUsage(limit=limit)  # type: ignore[arg-type]
+
+
+def test_planned_work_is_bounded_by_kind() -> None:
+    # 10 prompts of 38 and 10 replies of 160; 4 datums of 38 + 160 - 1.
+    work = PlannedWork(10, 4, prompt_tokens=38, max_tokens=160)
+    assert work.bound == TokenCounts(prefill=380, sampled=1600, trained=788)
 
 
 def test_cost() -> None:
@@ -307,6 +360,28 @@ async def test_the_finish_reason_decides_what_hit_the_limit(
         ended = check_run(run).output_token_ids[-1] == end
         assert run.trace.extra["token_limit"] is not ended
         assert run.trace.extra["finish_reason"] == ("stop" if ended else "length")
+
+
+def test_a_reply_of_another_vocabulary_is_refused(session: TrainingSession) -> None:
+    tokenizer, known = session.tokenizer, len(session.tokenizer)
+    _check_vocabulary([0, known - 1], tokenizer, session.preset)
+    with pytest.raises(ValueError) as caught:
+        _check_vocabulary([0, known], tokenizer, session.preset)
+    assert "'local/noise'" in str(caught.value)
+    assert str(session.preset.tokenizer) in str(caught.value)
+    assert f"knows {known}" in str(caught.value)
+
+
+async def test_an_unanswered_request_counts_with_its_bound(
+    session: TrainingSession,
+) -> None:
+    sampler = session.base_sampler()
+    sampler.close()
+    run = await one_run(session, sampler)
+    assert run.trace.status == "error"
+    used = session.usage.counts
+    assert used.sampled == TRAINING.max_tokens
+    assert used == session.usage.unanswered
 
 
 async def test_a_broken_grader_stops_the_phase_after_saving_the_rest(

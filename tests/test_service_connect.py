@@ -17,7 +17,10 @@ from rlhelpers.checkpoints import CheckpointError
 from rlhelpers.datums import make_datum
 from rlhelpers.local import LocalService
 from rlhelpers.models import ModelPreset
-from rlhelpers.service import Banner, MissingKey, TrainingSession, connect
+from rlhelpers.preflight import Banner, MissingKey
+from rlhelpers.refusals import ServiceRefused
+from rlhelpers.service import TrainingSession, connect
+from rlhelpers.usage import PlannedWork
 
 KEY = "fw_secret_0123456789"
 
@@ -111,6 +114,10 @@ def test_an_empty_key_is_no_key() -> None:
             "BACKEND is 'fireworks'",
         ),
         ({"token_limit": 0}, "token_limit must be at least 1, got 0"),
+        ({"token_limit": "9"}, "token_limit must be at least 1, got '9'"),
+        ({"prices": (1.0, 2.0)}, "three numbers"),
+        ({"prices": (1.0, 2.0, -1.0)}, "three numbers"),
+        ({"prices": "123"}, "three numbers"),
         ({"resume_from": "acct/notrun/state-1"}, "'notrun'"),
         ({"resume_from": "State_5"}, "'State_5'"),
         ({"base_url": "https://example.org/x", "api_key": "k"}, "loopback only"),
@@ -178,11 +185,43 @@ def test_the_banner_of_the_local_backend(
 
 
 def test_the_banner_bounds_the_cost() -> None:
-    banner = Banner("fireworks", "m", "b", "l", 512, 3_000_000, (1.0, 2.0, 4.0))
-    assert banner.cost == "at most $12.00 at the prices given"
-    assert "3,000,000" in str(banner)
+    # Prefill 10,000, sampled 100,000, trained 1,000 × (10 + 100 - 1) = 109,000.
+    work = PlannedWork(1_000, 1_000, prompt_tokens=10, max_tokens=100)
+    banner = Banner("fireworks", "m", "b", "l", work, 3_000_000, (1.0, 2.0, 4.0), "h")
+    # 0.01 + 0.20 + 0.436 dollars; 3 million tokens at the dearest price are 12.
+    assert banner.cost == (
+        "at most $0.65 for the planned work, $12.00 up to the ceiling, "
+        "at the prices given"
+    )
+    assert "Tokens planned   at most 219,000" in str(banner)
+    assert "Token ceiling    3,000,000, checked before each request" in str(banner)
+    assert "Service          h" in str(banner)
+    low = dataclasses.replace(banner, token_ceiling=100_000)
+    assert "would stop there" in low.ceiling
+    assert low.cost.startswith("at most $0.40 for the planned work, $0.40")
     assert "unbounded" in dataclasses.replace(banner, token_ceiling=None).cost
-    assert "unknown" in dataclasses.replace(banner, prices=None).cost
+    assert "PRICES" in dataclasses.replace(banner, prices=None).cost
+
+
+def test_the_planned_work_counts_real_prompts(
+    preset: ModelPreset, tmp_path: Path
+) -> None:
+    with connect(
+        model=preset,
+        runs_dir=tmp_path,
+        planned_rollouts=0,
+        max_tokens=7,
+        max_operand=123,
+        quiet=True,
+    ) as session:
+        work = session.banner.work
+        prompt = (
+            "<|im_start|>user\nCompute 123 * 123. Work step by step, then write only "
+            "the final integer on the last line.<|im_end|>\n<|im_start|>assistant\n"
+        )
+        rendered = session.tokenizer.encode(prompt, add_special_tokens=False)
+    assert (work.rollouts, work.datums, work.max_tokens) == (0, 0, 7)
+    assert work.prompt_tokens == len(rendered)
 
 
 # -- the local session ------------------------------------------------------------
@@ -271,7 +310,7 @@ def test_joining_a_running_service(
 def test_a_wrong_key_is_refused(
     service: LocalService, preset: ModelPreset, tmp_path: Path
 ) -> None:
-    with pytest.raises(Exception, match="401"):
+    with pytest.raises(ServiceRefused, match="the API key was refused.*401"):
         connect(
             model=preset,
             base_url=service.base_url,

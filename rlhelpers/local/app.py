@@ -11,30 +11,42 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .adapters import LoraSettings
-from .batches import MAX_TARGETS, TrainingDatum, parse_data
-from .decoding import Completion
+from .answers import (
+    checkpoint_row,
+    completion_event,
+    error_response,
+    model_row,
+    pass_outputs,
+)
+from .batches import parse_data
 from .engine import Engine, LoadedModel, ServiceClosed
 from .futures import Futures, Operation, Result, UnknownFuture, outcome
 from .loading import UnknownModel
 from .losses import resolve_config
-from .promotion import PromotedModel, load_promoted, parse_row_id, promote, row_id
-from .sampling import SamplingParams
+from .parsing import (
+    Refused,
+    adam_settings,
+    lora_settings,
+    query_integer,
+    read_integer,
+    read_object,
+    read_top_k,
+    refuse_surplus,
+    sampling_params,
+)
+from .promotion import load_promoted, parse_row_id, promote
 from .sessions import ClientModel, Registry, UnknownName
-from .store import ACCOUNT, CheckpointInfo, CheckpointRef, CheckpointStore
-from .trainer import AdamSettings, PassResult
+from .store import ACCOUNT, CheckpointRef, CheckpointStore
 
 PREFIX = "/training/v1/serverless"
 TRAINING = f"{PREFIX}/api/v1"
@@ -42,16 +54,6 @@ MAX_BODY_BYTES = 256 * 1024 * 1024
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-logger = logging.getLogger(__name__)
-
-
-class Refused(ValueError):
-    """A request that is answered with an HTTP error."""
-
-    def __init__(self, message: str, status: int = 400, code: str = "bad_request"):
-        super().__init__(message)
-        self.status = status
-        self.code = code
 
 
 class TrainingApi:
@@ -136,7 +138,7 @@ class TrainingApi:
 
     async def create_model(self, body: dict[str, Any]) -> Result:
         """Load the base model and attach a new LoRA adapter, or none (reference)."""
-        _only(
+        refuse_surplus(
             body,
             "session_id",
             "model_seq_id",
@@ -146,13 +148,13 @@ class TrainingApi:
             "user_metadata",
         )
         session = self.registry.session(body.get("session_id"))
-        number = _integer(body, "model_seq_id")
+        number = read_integer(body, "model_seq_id")
         if number in session.created:
             return {"request_id": session.created[number]}
         base_model = body.get("base_model")
         if not isinstance(base_model, str):
             raise Refused(f"base_model must be a name, got {base_model!r}")
-        settings = _lora_settings(body)
+        settings = lora_settings(body)
 
         async def create() -> Result:
             loading = self.engine.call(lambda: self.engine.model(base_model))
@@ -227,11 +229,11 @@ class TrainingApi:
         model = self.registry.model(body.get("model_id"))
 
         def compute() -> Result:
-            _only(body, "model_id", "seq_id", key)
+            refuse_surplus(body, "model_id", "seq_id", key)
             request = body.get(key)
             if not isinstance(request, Mapping):
                 raise Refused(f"{key} must be an object")
-            _only(request, "data", "loss_fn", "loss_fn_config")
+            refuse_surplus(request, "data", "loss_fn", "loss_fn_config")
             loaded = self._loaded(model)
             # `forward` ignores the loss; its name still says which tensors to expect.
             loss_fn = str(request.get("loss_fn"))
@@ -239,7 +241,7 @@ class TrainingApi:
             data = parse_data(request.get("data"), loss_fn, loaded.limits)
             top_k = 0
             if not backward and isinstance(wanted, Mapping) and "top_k" in wanted:
-                top_k = _top_k(wanted["top_k"], data, loaded.base.vocab_size)
+                top_k = read_top_k(wanted["top_k"], data, loaded.base.vocab_size)
                 wanted = {k: v for k, v in wanted.items() if k != "top_k"}
             config = resolve_config(loss_fn, wanted)
             trainer = loaded.trainer
@@ -256,7 +258,7 @@ class TrainingApi:
                 )
             return {
                 "loss_fn_output_type": f"{loss_fn}_output",
-                "loss_fn_outputs": _pass_outputs(data, result, top_k),
+                "loss_fn_outputs": pass_outputs(data, result, top_k),
                 "metrics": result.metrics,
             }
 
@@ -267,14 +269,14 @@ class TrainingApi:
         model = self.registry.model(body.get("model_id"))
 
         def compute() -> Result:
-            _only(
+            refuse_surplus(
                 body,
                 "model_id",
                 "seq_id",
                 "adam_params",
                 "grad_accumulation_normalization",
             )
-            adam = _adam_settings(body.get("adam_params"))
+            adam = adam_settings(body.get("adam_params"))
             normalization = body.get("grad_accumulation_normalization") or "none"
             if normalization not in ("none", "num_sequences", "num_loss_tokens"):
                 raise Refused(
@@ -292,7 +294,7 @@ class TrainingApi:
         model = self.registry.model(body.get("model_id"))
 
         def compute() -> Result:
-            _only(body, "model_id", "seq_id", "path", "overwrite")
+            refuse_surplus(body, "model_id", "seq_id", "path", "overwrite")
             if body.get("overwrite"):
                 raise Refused("overwrite is not supported: choose another name")
             ref = CheckpointRef.parse(body.get("path"), own_run=model.run_id)
@@ -314,7 +316,9 @@ class TrainingApi:
         model = self.registry.model(body.get("model_id"))
 
         def compute() -> Result:
-            _only(body, "model_id", "seq_id", "path", "checkpoint_type", "metadata")
+            refuse_surplus(
+                body, "model_id", "seq_id", "path", "checkpoint_type", "metadata"
+            )
             if body.get("checkpoint_type") not in (None, "base"):
                 raise Refused(
                     f"checkpoint_type {body['checkpoint_type']!r} is not supported: "
@@ -332,7 +336,7 @@ class TrainingApi:
         model = self.registry.model(body.get("model_id"))
 
         def compute() -> Result:
-            _only(body, "model_id", "seq_id", "path", "optimizer")
+            refuse_surplus(body, "model_id", "seq_id", "path", "optimizer")
             ref = CheckpointRef.parse(body.get("path"), own_run=model.run_id)
             checkpoint = self.store.load("training", ref)
             if checkpoint.base_model != model.base_model:
@@ -353,7 +357,7 @@ class TrainingApi:
         model = self.registry.model(body.get("model_id"))
 
         def compute() -> Result:
-            _only(body, "model_id", "seq_id", "adapter_path")
+            refuse_surplus(body, "model_id", "seq_id", "adapter_path")
             path = body.get("adapter_path")
             weights = load_promoted(self.store, path, model.base_model)
             self._loaded(model).trainer.load(model.model_id, weights, None)
@@ -377,15 +381,15 @@ class TrainingApi:
 
     async def create_sampling_route(self, body: dict[str, Any]) -> Result:
         """Nothing to set up: every sampler of this process can be reached."""
-        _only(body, "training_run", "base_model")
+        refuse_surplus(body, "training_run", "base_model")
         return {}
 
     async def completions(self, request: Request) -> Response:
         """Sample one completion; the whole answer comes as one event."""
         try:
-            body = await _read_object(request)
+            body = await read_object(request)
             weights = self.registry.weights(body.get("model"))
-            params = _sampling_params(body)
+            params = sampling_params(body)
             sampled = self.engine.sample(weights, body.get("prompt"), params)
             completion = await asyncio.wrap_future(sampled)
             known = completion.prompt_logprobs + completion.logprobs
@@ -396,10 +400,10 @@ class TrainingApi:
                 )
         except (ValueError, UnknownName) as error:
             # 404 would make the SDK wait 50 s for the model to appear.
-            return _error(str(error), getattr(error, "status", 400))
+            return error_response(str(error), getattr(error, "status", 400))
         except ServiceClosed as error:
-            return _error(str(error), 503, "closed")
-        event = json.dumps(_completion_event(completion, body["prompt"]))
+            return error_response(str(error), 503, "closed")
+        event = json.dumps(completion_event(completion, body["prompt"]))
         return Response(
             f"data: {event}\n\ndata: [DONE]\n\n",
             media_type="text/event-stream",
@@ -432,13 +436,13 @@ class TrainingApi:
     async def checkpoints(self, request: Request) -> Response:
         """Both kinds of checkpoint of a session, oldest first, in pages."""
         session_id = request.path_params["session_id"]
-        size = _query_integer(request, "pageSize", default=200, least=1)
-        start = _query_integer(request, "pageToken", default=0)
+        size = query_integer(request, "pageSize", default=200, least=1)
+        start = query_integer(request, "pageToken", default=0)
         found = await asyncio.to_thread(self.store.listing, session_id=session_id)
         if not found:
             self.registry.session(session_id)
         page = found[start : start + size]
-        rows = [_checkpoint_row(info) for info in page]
+        rows = [checkpoint_row(info) for info in page]
         answer: Result = {"trainingSessionCheckpoints": rows}
         if start + size < len(found):
             answer["nextPageToken"] = str(start + size)
@@ -446,8 +450,8 @@ class TrainingApi:
 
     async def promote(self, request: Request) -> Response:
         """Make a sampler checkpoint a model of its own: a PEFT adapter folder."""
-        body = await _read_object(request)
-        _only(body, "output_model", "base_model")
+        body = await read_object(request)
+        refuse_surplus(body, "output_model", "base_model")
         ref = parse_row_id(request.path_params["checkpoint_id"])
         promoted = await asyncio.to_thread(
             promote,
@@ -457,7 +461,7 @@ class TrainingApi:
             body.get("output_model"),
             body.get("base_model"),
         )
-        return JSONResponse({"model": _model_row(promoted)})
+        return JSONResponse({"model": model_row(promoted)})
 
     # --- helpers ---------------------------------------------------------------
 
@@ -481,7 +485,7 @@ class TrainingApi:
         reference_too: bool = False,
     ) -> Result:
         """Queue an operation of ``model`` and answer with its ticket."""
-        seq_id = _integer(body, "seq_id", least=1)
+        seq_id = read_integer(body, "seq_id", least=1)
         runs = model.settings is not None or reference_too
         operation = compute if runs else _refuse_on_reference
         ticket = model.operations.submit(seq_id, lambda: self._compute(operation))
@@ -513,7 +517,9 @@ class Guard:
             return
         headers = dict(scope["headers"])
         if not self._admits(headers):
-            refusal = _error("the API key is missing or wrong", 401, "unauthorized")
+            refusal = error_response(
+                "the API key is missing or wrong", 401, "unauthorized"
+            )
             await refusal(scope, receive, send)
             return
         try:
@@ -560,7 +566,7 @@ def _json_handler(handler: Callable[[dict[str, Any]], Awaitable[Result]]) -> Han
     """A route from a function of the body."""
 
     async def handle(request: Request) -> Response:
-        return JSONResponse(await handler(await _read_object(request)))
+        return JSONResponse(await handler(await read_object(request)))
 
     return _refusals(handle)
 
@@ -572,82 +578,15 @@ def _refusals(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except (UnknownName, UnknownModel) as error:
-            return _error(str(error), 404, "not_found")
+            return error_response(str(error), 404, "not_found")
         except ServiceClosed as error:
-            return _error(str(error), 503, "closed")
+            return error_response(str(error), 503, "closed")
         except Refused as error:
-            return _error(str(error), error.status, error.code)
+            return error_response(str(error), error.status, error.code)
         except ValueError as error:
-            return _error(str(error), 400)
+            return error_response(str(error), 400)
 
     return handle
-
-
-async def _read_object(request: Request) -> dict[str, Any]:
-    try:
-        body = json.loads(await request.body())
-    except RecursionError:
-        raise Refused("the body is nested too deeply") from None
-    except ClientDisconnect:
-        raise Refused("the client hung up before the body's end") from None
-    except UnicodeDecodeError as error:
-        raise Refused(f"the body is not UTF-8: {error}") from None
-    if not isinstance(body, dict):
-        raise Refused("the body must be a JSON object")
-    return body
-
-
-def _only(body: Mapping[str, Any], *known: str) -> None:
-    """Refuse fields that the service would otherwise silently drop."""
-    surplus = sorted(
-        key
-        for key, value in body.items()
-        if key not in (*known, "type") and value is not None
-    )
-    if surplus:
-        raise Refused(f"fields {surplus} are not supported by the local service")
-
-
-def _integer(body: Mapping[str, Any], name: str, least: int = 0) -> int:
-    value = body.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise Refused(f"{name} must be an integer from {least} up, got {value!r}")
-    return value
-
-
-def _query_integer(request: Request, name: str, default: int, least: int = 0) -> int:
-    text = request.query_params.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < least:
-        raise Refused(f"{name} must be an integer from {least} up, got {text!r}")
-    return int(text)
-
-
-def _number(body: Mapping[str, Any], name: str, default: float) -> float:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Refused(f"{name} must be a number, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond the range of floats
-        number = math.inf
-    if not math.isfinite(number):
-        raise Refused(f"{name} must be finite, got {number}")
-    return number
-
-
-def _lora_settings(body: Mapping[str, Any]) -> LoraSettings | None:
-    """The adapter that ``create_model`` asks for; ``None`` for a reference model."""
-    lora = body.get("lora_config")
-    if body.get("base_only") is True and lora is None:
-        return None
-    if not isinstance(lora, Mapping) or body.get("base_only"):
-        raise Refused(
-            "create_model needs either a lora_config (the local service trains LoRA "
-            "adapters only) or base_only true (a reference model), and not both"
-        )
-    return LoraSettings.from_wire(lora)
 
 
 def _refuse_on_reference() -> Result:
@@ -657,173 +596,15 @@ def _refuse_on_reference() -> Result:
     )
 
 
-def _top_k(raw: Any, data: Sequence[TrainingDatum], vocab_size: int) -> int:
-    """How many tokens of each position ``forward`` shall list."""
-    number = not isinstance(raw, bool) and isinstance(raw, int | float)
-    if not number or not 1 <= raw <= vocab_size or raw != int(raw):
-        raise Refused(f"top_k must be an integer from 1 to {vocab_size}, got {raw!r}")
-    values = sum(len(datum) for datum in data) * int(raw)
-    if values > MAX_TARGETS:
-        raise Refused(
-            f"top_k {int(raw)} gives {values} values, more than {MAX_TARGETS}: lower "
-            "it or send fewer datums"
-        )
-    return int(raw)
-
-
-def _adam_settings(raw: Any) -> AdamSettings:
-    if not isinstance(raw, Mapping):
-        raise Refused("adam_params must be an object")
-    names = AdamSettings.__dataclass_fields__
-    _only(raw, *names, "emit_grad_norm_metrics")
-    defaults = AdamSettings()
-    adam = AdamSettings(
-        **{name: _number(raw, name, getattr(defaults, name)) for name in names}
-    )
-    if adam.learning_rate < 0 or adam.eps < 0 or adam.weight_decay < 0:
-        raise Refused("learning_rate, eps and weight_decay must not be negative")
-    if not (0 <= adam.beta1 < 1 and 0 <= adam.beta2 < 1):
-        raise Refused(f"beta1 and beta2 must be in [0, 1), got {adam}")
-    return adam
-
-
-def _sampling_params(body: Mapping[str, Any]) -> SamplingParams:
-    _only(
-        body,
-        "model",
-        "prompt",
-        "n",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "seed",
-        "stop",
-        "stream",
-        "raw_output",
-        "logprobs",
-        "perf_metrics_in_response",
-        "echo",
-    )
-    if body.get("n") not in (None, 1):
-        raise Refused(f"n must be 1, got {body['n']!r}: send one request per sample")
-    if not isinstance(body.get("prompt"), list):
-        raise Refused("prompt must be a list of token ids")
-    stop = body.get("stop") or []
-    if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
-        raise Refused(f"stop must be a list of non-empty strings, got {stop!r}")
-    if body.get("echo") not in (None, True, False):
-        raise Refused(f"echo must be true or false, got {body['echo']!r}")
-    seed = body.get("seed")
-    return SamplingParams(
-        max_tokens=_integer(body, "max_tokens", least=1),
-        temperature=_number(body, "temperature", 1.0),
-        top_p=_number(body, "top_p", 1.0),
-        top_k=_integer({"top_k": body.get("top_k") or 0}, "top_k"),
-        seed=None if seed is None else _integer(body, "seed"),
-        stop=tuple(stop),
-        echo=bool(body.get("echo")),
-    )
-
-
-def _completion_event(completion: Completion, prompt: list[int]) -> Result:
-    # With `echo` tokens and log-probabilities start with the prompt's.
-    echoed = prompt if completion.prompt_logprobs else []
-    content = [
-        {"token_id": token, "logprob": raw, "sampling_logprob": None}
-        for token, raw in zip(echoed, completion.prompt_logprobs, strict=True)
-    ] + [
-        {"token_id": token, "logprob": raw, "sampling_logprob": sampled}
-        for token, raw, sampled in zip(
-            completion.tokens,
-            completion.logprobs,
-            completion.sampling_logprobs,
-            strict=True,
-        )
-    ]
-    return {
-        "choices": [
-            {
-                "index": 0,
-                "text": "",
-                "finish_reason": completion.finish_reason,
-                "raw_output": {"completion_token_ids": echoed + completion.tokens},
-                "logprobs": {"content": content},
-            }
-        ],
-        "usage": {
-            "prompt_tokens": len(prompt),
-            "completion_tokens": len(completion.tokens),
-            "total_tokens": len(prompt) + len(completion.tokens),
-        },
-        # Without it the SDK warns and keeps its window of parallel requests small.
-        "perf_metrics": {"prefill-queue-duration": 0},
-    }
-
-
-def _checkpoint_row(info: CheckpointInfo) -> Result:
-    session = f"accounts/{ACCOUNT}/trainingSessions/{info.session_id}"
-    purpose = "INFERENCE" if info.kind == "sampler" else "TRAINING"
-    created = datetime.fromtimestamp(info.created, UTC)
-    return {
-        "name": f"{session}/checkpoints/{row_id(info.ref)}",
-        "checkpointType": f"CHECKPOINT_TYPE_{purpose}_LORA",
-        "promotable": info.kind == "sampler",
-        "createTime": created.isoformat().replace("+00:00", "Z"),
-        "baseModel": info.base_model,
-        "sizeBytes": info.size,
-        "path": info.ref.path,
-    }
-
-
-def _model_row(promoted: PromotedModel) -> Result:
-    return {
-        "name": promoted.name,
-        "state": "READY",
-        "kind": "HF_PEFT_ADDON",
-        "peftDetails": {
-            "baseModel": promoted.base_model,
-            "r": promoted.rank,
-            "targetModules": promoted.target_modules,
-        },
-        "localFolder": str(promoted.folder.resolve()),
-    }
-
-
-def _pass_outputs(
-    data: Sequence[TrainingDatum], result: PassResult, top_k: int
-) -> list[Result]:
-    outputs = [
-        {"logprobs": _tensor(values, list(datum.targets.shape))}
-        for datum, values in zip(data, result.logprobs, strict=True)
-    ]
-    for output, datum, best in zip(outputs, data, result.top_k, strict=False):
-        shape = [len(datum), top_k]
-        output["top_k_logprobs"] = _tensor(best.logprobs, shape)
-        output["top_k_indices"] = {**_tensor(best.tokens, shape), "dtype": "int64"}
-    return outputs
-
-
-def _tensor(values: Sequence[float], shape: list[int]) -> Result:
-    return {"data": values, "dtype": "float32", "shape": shape}
-
-
-def _error(message: str, status: int, code: str = "bad_request") -> JSONResponse:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse(
-        {"error": {"message": message, "code": code, "type": kind}}, status
-    )
-
-
 _TOO_LARGE = f"the body is larger than {MAX_BODY_BYTES} bytes"
 
 
 def _too_large() -> JSONResponse:
-    return _error(_TOO_LARGE, 413, "too_large")
+    return error_response(_TOO_LARGE, 413, "too_large")
 
 
 async def _not_supported(request: Request, error: Exception) -> Response:
-    return _error(
+    return error_response(
         f"{request.method} {request.url.path} is not supported by the local service",
         404,
         "not_supported",
@@ -832,7 +613,7 @@ async def _not_supported(request: Request, error: Exception) -> Response:
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
     allowed = (getattr(error, "headers", None) or {}).get("Allow", "another method")
-    answer = _error(
+    answer = error_response(
         f"{request.url.path} takes {allowed}, not {request.method}",
         405,
         "method_not_allowed",
@@ -842,4 +623,4 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return _error(f"{type(error).__name__}: {error}", 500, "internal")
+    return error_response(f"{type(error).__name__}: {error}", 500, "internal")

@@ -291,7 +291,10 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
     It reaches the disk before it gets its name; after an error nothing is left.
     """
+    new = [folder for folder in target.parents if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
+    for folder in new:
+        _sync_folder(folder.parent)
     draft = target.parent / f".draft-{secrets.token_hex(8)}"
     draft.mkdir()
     try:

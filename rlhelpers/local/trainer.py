@@ -125,9 +125,9 @@ class PolicyTrainer:
         self._adapters[model_id] = _Adapter(name, settings, parameters, optimizer)
 
     def unload(self, model_id: str) -> None:
-        """Forget an adapter, its gradients and its optimizer."""
-        adapter = self._adapters.pop(model_id)
-        if self._peft is not None:
+        """Forget an adapter, its gradients and its optimizer; twice is no error."""
+        adapter = self._adapters.pop(model_id, None)
+        if adapter is not None and self._peft is not None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Adapter .* was active")
                 self._peft.delete_adapter(adapter.name)

@@ -1,0 +1,551 @@
+"""The paid path, with the local service standing in for the endpoint.
+
+The real SDK talks to a real service under the Fireworks preset; every request that
+reaches it is noted, so that "nothing was sent" is counted and not believed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import shutil
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import papermill
+import pytest
+from fireworks.training.sdk import Datum
+from hud.eval.runtime import LocalRuntime
+from noise_policy import env, plain
+
+from rlhelpers import preflight
+from rlhelpers.local import LocalService, server
+from rlhelpers.metrics import read_metrics, read_resume_state, read_rollouts
+from rlhelpers.models import PRESETS, TINY_POLICY_FOLDER, ModelPreset
+from rlhelpers.preflight import MissingKey, TokenizerUnavailable
+from rlhelpers.refusals import ServiceRefused
+from rlhelpers.sampling import SamplingSettings
+from rlhelpers.service import TrainingSession, connect
+from rlhelpers.training import TrainConfig, evaluate, train, train_step
+from rlhelpers.usage import TokenLimitReached
+
+KEY = "fw_secret_0123456789"
+NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "04_full_run.ipynb"
+QWEN = PRESETS["qwen3p8-27b"]
+COMPLETIONS = "POST /training/v1/serverless/inference/v1/completions"
+
+
+class Noted:
+    """The service's application, with a note of every request."""
+
+    def __init__(self, app: Any, events: list[str]) -> None:
+        self._app, self._events = app, events
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            self._events.append(f"{scope['method']} {scope['path']}")
+        await self._app(scope, receive, send)
+
+
+@pytest.fixture
+def events() -> list[str]:
+    """What happened, in order: requests to the service, and printed lines."""
+    return []
+
+
+@pytest.fixture
+def endpoint(
+    events: list[str],
+    policy_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[LocalService]:
+    """A service that knows our key, the stand-in model, and the tiny one as Qwen."""
+    build = server.build_app
+    monkeypatch.setattr(
+        server, "build_app", lambda api, key: Noted(build(api, key), events)
+    )
+    models = {
+        "accounts/fireworks/models/noise": policy_folder,
+        QWEN.base_model: TINY_POLICY_FOLDER,
+    }
+    folder = tmp_path / "endpoint"
+    folder.mkdir()
+    with LocalService(folder, models=models, api_key=KEY) as running:
+        yield running
+
+
+@pytest.fixture
+def paid(preset: ModelPreset) -> ModelPreset:
+    """A preset of the paid backend, one rollout at a time."""
+    return dataclasses.replace(
+        preset,
+        backend="fireworks",
+        base_model="accounts/fireworks/models/noise",
+        max_concurrent=1,
+    )
+
+
+def opened(
+    endpoint: LocalService, paid: ModelPreset, tmp_path: Path, **how: Any
+) -> TrainingSession:
+    return connect(
+        "fireworks",
+        paid,
+        base_url=endpoint.base_url,
+        runs_dir=tmp_path / "runs",
+        task_runtime=LocalRuntime(env),
+        **{"api_key": KEY, "quiet": True, **how},
+    )
+
+
+def count(events: list[str], ending: str) -> int:
+    return sum(event.endswith(ending) for event in events)
+
+
+# -- the order of things ----------------------------------------------------------
+
+
+class Printed(io.StringIO):
+    """Standard output, whose lines are noted among the requests."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def write(self, text: str) -> int:
+        self._events += [f"printed {line}" for line in text.splitlines()]
+        return len(text)
+
+
+def test_the_banner_precedes_every_request(
+    endpoint: LocalService, paid: ModelPreset, tmp_path: Path, events: list[str]
+) -> None:
+    with (
+        contextlib.redirect_stdout(Printed(events)),
+        opened(
+            endpoint,
+            paid,
+            tmp_path,
+            quiet=False,
+            token_limit=5_000,
+            prices=[1, 2, 4],
+            planned_rollouts=10,
+            planned_datums=4,
+            max_tokens=16,
+        ) as session,
+    ):
+        session.base_sampler()
+    kinds = [event.split()[0] for event in events]
+    first = kinds.index("POST")
+    banner = "\n".join(events[:first])
+    assert set(kinds[:first]) == {"printed"}
+    assert "printed Backend          fireworks" in banner
+    assert re.search(r"Service +127\.0\.0\.1:\d+$", banner, re.M)
+    assert "Rollouts planned 10" in banner
+    # Own tasks may fill the context of 256: 10 × 256, and 4 × 255 to train on.
+    assert "Tokens planned   at most 3,580" in banner
+    assert "Token ceiling    5,000" in banner
+    # 10 × 240 at 1, 10 × 16 at 2, 1,020 at 4 dollars a million.
+    assert "at most $0.01 for the planned work, $0.02 up to the ceiling" in banner
+    assert "printed" not in kinds[first:]
+
+
+def test_the_session_ends_also_after_an_error(
+    endpoint: LocalService, paid: ModelPreset, tmp_path: Path, events: list[str]
+) -> None:
+    with pytest.raises(KeyError), opened(endpoint, paid, tmp_path):
+        raise KeyError("a cell failed")
+    # It would hold a slot of the account's quota.
+    assert count(events, "create_session") == 1
+    assert sum(event.startswith("DELETE") for event in events) == 1
+
+
+# -- the token limit --------------------------------------------------------------
+
+
+async def test_the_limit_stops_requests_before_they_are_sent(
+    endpoint: LocalService, paid: ModelPreset, tmp_path: Path, events: list[str]
+) -> None:
+    tasks = [plain(n) for n in range(8)]
+    with opened(endpoint, paid, tmp_path) as session:
+        full = await evaluate(session, tasks, sampler=session.base_sampler())
+    assert events.count(COMPLETIONS) == 8
+    used = [r.prompt_tokens + r.output_tokens for r in full.records]
+    bounds = [r.prompt_tokens + 16 for r in full.records]
+    limit = sum(used[:3]) + bounds[3]  # four fit, whatever the fourth takes
+
+    events.clear()
+    with opened(endpoint, paid, tmp_path, token_limit=limit) as session:
+        with pytest.raises(TokenLimitReached, match=f"token_limit={limit:,}"):
+            await evaluate(
+                session, tasks, sampler=session.base_sampler(), run_dir=tmp_path / "run"
+            )
+        sent = events.count(COMPLETIONS)
+        assert session.usage.counts.total <= limit
+    assert 4 <= sent < 8
+    # The first refusal ends it: a later, shorter prompt is not sent instead.
+    assert sum(used[:sent]) + bounds[sent] > limit
+    assert len(read_rollouts(tmp_path / "run" / "rollouts.jsonl")) == sent
+
+
+async def test_the_limit_stops_an_update_and_the_run_goes_on(
+    endpoint: LocalService, paid: ModelPreset, tmp_path: Path, events: list[str]
+) -> None:
+    tasks = [plain(n) for n in range(12)]
+    config = TrainConfig.from_preset(paid, steps=3, tasks_per_step=4)
+
+    def told(folder: str, **how: Any) -> dict[str, Any]:
+        return {"config": config, "run_dir": tmp_path / folder, "progress": False} | how
+
+    with opened(endpoint, paid, tmp_path) as session:
+        whole = await train(session, tasks, **told("whole"))
+    first, second = whole.metrics[:2]
+    assert first.updated
+    assert second.updated
+    done = _tokens(first) + sum(_used(whole.run_dir, 1, "train", trained=True))
+    sampled = _tokens(second) + paid.max_tokens
+
+    events.clear()
+    with opened(endpoint, paid, tmp_path, token_limit=done + sampled) as session:
+        with pytest.raises(TokenLimitReached, match="resume"):
+            await train(session, tasks, **told("cut"))
+        # Step 2 was sampled; its update was never sent.
+        assert count(events, "forward_backward") == count(events, "optim_step") == 1
+        assert session.updates == 1
+        cut = tmp_path / "cut"
+        assert [row.step for row in read_metrics(cut / "metrics.jsonl")] == [1]
+        assert read_resume_state(cut / "resume.json").next_step == 2
+        assert len(_used(cut, 2, "train")) == 16
+
+        session.usage.limit = None
+        result = await train(session, tasks, **told("cut", resume=True))
+    assert [row.step for row in result.metrics] == [1, 2, 3]
+    assert [row.attempt for row in result.metrics] == [1, 2, 2]
+    assert [r.reward_mean for r in result.metrics] == [
+        r.reward_mean for r in whole.metrics
+    ]
+
+
+def _tokens(row: Any) -> int:
+    return int(row.prefill_tokens + row.sampled_tokens)
+
+
+def _used(run_dir: Path, step: int, phase: str, *, trained: bool = False) -> list[int]:
+    """Tokens of a step's rollouts; of those trained on, as datums."""
+    rows = read_rollouts(run_dir / "rollouts.jsonl", phase=phase)
+    return [
+        row.prompt_tokens + row.output_tokens - trained
+        for row in rows
+        if row.step == step and not (trained and row.advantage is None)
+    ]
+
+
+async def test_every_way_to_train_is_counted_first(
+    endpoint: LocalService, paid: ModelPreset, tmp_path: Path, events: list[str]
+) -> None:
+    from rlhelpers.datums import make_datum
+
+    datum = make_datum([5, 6, 7], [8, 9, 2], [-1.0, -1.0, -1.0], 1.0)  # five tokens
+    with opened(endpoint, paid, tmp_path, token_limit=14) as session:
+        client = session.training_client
+        client.forward([datum], "importance_sampling").result()
+        await client.forward_backward_async([datum], "importance_sampling")
+        assert session.usage.counts.prefill == session.usage.counts.trained == 5
+        sent = count(events, "forward") + count(events, "forward_backward")
+        with pytest.raises(TokenLimitReached):
+            client.forward_backward([datum], "importance_sampling")
+        with pytest.raises(TokenLimitReached):
+            await client.forward_async([datum], "importance_sampling")
+        targets = {"target_tokens": datum.loss_fn_inputs["target_tokens"]}
+        plain_datum = Datum(model_input=datum.model_input, loss_fn_inputs=targets)
+        with pytest.raises(TokenLimitReached):
+            await client.forward_backward_custom_async([plain_datum], _no_loss)
+        assert count(events, "forward") + count(events, "forward_backward") == sent
+
+        # A client made by a resume is counted as well.
+        session.resume(session.save_state("state-0001"))
+        with pytest.raises(TokenLimitReached):
+            session.training_client.forward([datum], "importance_sampling")
+
+
+def _no_loss(data: Any, logprobs: Any) -> Any:
+    return sum(values.sum() for values in logprobs) * 0.0, {}
+
+
+# -- the key ----------------------------------------------------------------------
+
+
+def test_a_key_with_a_line_break_still_works(
+    endpoint: LocalService,
+    paid: ModelPreset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FIREWORKS_API_KEY", f" {KEY}\n")
+    with opened(endpoint, paid, tmp_path, api_key=None) as session:
+        session.base_sampler()
+
+
+def test_a_damaged_key_is_refused_without_being_shown(
+    endpoint: LocalService, paid: ModelPreset, tmp_path: Path, events: list[str]
+) -> None:
+    with pytest.raises(MissingKey, match="copy the key again") as caught:
+        opened(endpoint, paid, tmp_path, api_key=f"{KEY}\n{KEY}")
+    assert KEY not in "".join(traceback.format_exception(caught.value))
+    assert events == []
+
+
+def test_a_refused_key_is_not_shown(
+    endpoint: LocalService, paid: ModelPreset, tmp_path: Path
+) -> None:
+    wrong = "fw_wrong_9876543210"
+    with pytest.raises(ServiceRefused, match="FIREWORKS_API_KEY") as caught:
+        opened(endpoint, paid, tmp_path, api_key=wrong)
+    assert wrong not in "".join(traceback.format_exception(caught.value))
+    # A verbose traceback shows local variables; ours do not give the key away.
+    shown = traceback.TracebackException.from_exception(
+        caught.value, capture_locals=True
+    )
+    ours = [
+        (frame.locals or {})
+        for frame in shown.stack
+        if frame.filename.endswith(("rlhelpers/service.py", "rlhelpers/preflight.py"))
+    ]
+    assert ours
+    texts = [text for values in ours for n, text in values.items() if n != "api_key"]
+    assert not any(wrong in text for text in texts)
+
+
+def test_with_a_key_set_the_default_is_still_local(
+    preset: ModelPreset,
+    endpoint: LocalService,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FIREWORKS_API_KEY", KEY)
+    monkeypatch.setenv("FIREWORKS_BASE_URL", endpoint.base_url)
+    monkeypatch.setattr(
+        preflight, "find_key", lambda _: pytest.fail("the key was looked up")
+    )
+    with connect(model=preset, runs_dir=tmp_path, quiet=True) as session:
+        session.base_sampler()
+        assert session.banner.backend == "local"
+    assert endpoint._api is not None
+    assert not endpoint._api.registry.sessions  # nobody ever called it
+
+
+# -- address, model, tokenizer ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        (None, "https://api.fireworks.ai/training/v1/serverless"),
+        ("https://a.example", "https://a.example/training/v1/serverless"),
+        ("https://a.example/", "https://a.example/training/v1/serverless"),
+        ("http://127.0.0.1:9/x/", "http://127.0.0.1:9/x/training/v1/serverless"),
+        (
+            "http://localhost:9/training/v1/serverless/",
+            "http://localhost:9/training/v1/serverless",
+        ),
+    ],
+)
+def test_the_address_comes_from_the_environment(
+    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FIREWORKS_BASE_URL", raising=False)
+    if given is not None:
+        monkeypatch.setenv("FIREWORKS_BASE_URL", given)
+    assert preflight.fireworks_url(None) == used
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("http://a.example", "unencrypted"),
+        ("a.example", "must be an address"),
+        ("ftp://a.example", "must be an address"),
+    ],
+)
+def test_an_address_that_cannot_be_used(given: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        connect("fireworks", api_key=KEY, base_url=given, quiet=True)
+
+
+def test_the_banner_shows_no_password_of_an_address() -> None:
+    assert preflight.host_of("https://me:secret@a.example:8/x") == "a.example:8"
+
+
+async def test_an_unknown_base_model_is_explained(
+    endpoint: LocalService, paid: ModelPreset, tmp_path: Path, events: list[str]
+) -> None:
+    retired = dataclasses.replace(paid, base_model="accounts/fireworks/models/gone")
+    with opened(endpoint, retired, tmp_path) as session:
+        with pytest.raises(ServiceRefused, match="models/gone.*retired"):
+            _ = session.training_client
+        with pytest.raises(ServiceRefused, match="models/gone.*retired"):
+            await session.base_sampler().sample([5, 6], SamplingSettings(4), seed=0)
+        # The step that would train it stops before it samples anything.
+        sampled = events.count(COMPLETIONS)
+        with pytest.raises(ServiceRefused, match="models/gone"):
+            await train_step(session, [plain(1)], run_dir=tmp_path / "run")
+    assert events.count(COMPLETIONS) == sampled
+
+
+@pytest.mark.parametrize(
+    ("base_model", "tokenizer", "alike"),
+    [
+        (QWEN.base_model, QWEN.tokenizer, True),
+        ("accounts/fireworks/models/qwen3p8-27b-instruct", "Qwen/Qwen3.8-27B", True),
+        ("accounts/fireworks/models/glm-5", "Qwen/Qwen3.8-27B", False),
+        ("accounts/fireworks/models/qwen3p8-27b", "Qwen/Qwen3.8-4B", False),
+    ],
+)
+def test_a_tokenizer_of_another_model_is_noticed_before_anything_is_paid(
+    base_model: str, tokenizer: str, alike: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    preset = dataclasses.replace(QWEN, base_model=base_model, tokenizer=tokenizer)
+    preflight.warn_if_unlike(preset)
+    texts = [str(warning.message) for warning in recwarn]
+    assert [base_model in text and tokenizer in text for text in texts] == (
+        [] if alike else [True]
+    )
+
+
+def test_a_tokenizer_that_cannot_be_downloaded(
+    endpoint: LocalService,
+    tmp_path: Path,
+    events: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(TokenizerUnavailable) as caught:
+        connect("fireworks", api_key=KEY, base_url=endpoint.base_url, quiet=True)
+    said = str(caught.value)
+    for text in (str(QWEN.tokenizer), QWEN.base_model, "hf download", "Nothing was"):
+        assert text in said
+    assert events == []
+
+
+# -- the notebook itself ----------------------------------------------------------
+
+
+SMALL = {
+    "BACKEND": "fireworks",
+    "MIN_OPERAND": 10,
+    "MAX_OPERAND": 99,
+    "STEPS": 2,
+    "TASKS_PER_STEP": 2,
+    "GROUP_SIZE": 4,
+    "MAX_TOKENS": 96,
+    "EVALUATION_TASKS": 4,
+    "INTERRUPT_AFTER": 1,
+    "PRICES": [1.0, 2.0, 4.0],
+}
+
+
+@pytest.fixture
+def account(
+    endpoint: LocalService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """What a user has set: a key, and the tokenizer downloaded before.
+
+    The endpoint serves the tiny model as Qwen, so the hub's cache holds the tiny
+    model's tokenizer under Qwen's name.
+    """
+    repository = tmp_path / "hub" / "hub" / "models--Qwen--Qwen3.8-27B"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for file in TINY_POLICY_FOLDER.iterdir():
+        if file.suffix in (".json", ".jinja"):
+            shutil.copy(file, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("FIREWORKS_API_KEY", KEY)
+    monkeypatch.setenv("FIREWORKS_BASE_URL", endpoint.base_url)
+    return tmp_path
+
+
+def execute(folder: Path, **changes: Any) -> Any:
+    return papermill.execute_notebook(
+        str(NOTEBOOK),
+        str(folder / "executed.ipynb"),
+        parameters={**SMALL, "RUNS_DIR": str(folder / "runs"), **changes},
+        kernel_name="python3",
+        cwd=str(NOTEBOOK.parent),
+        progress_bar=False,
+    )
+
+
+def keyless(folder: Path) -> bool:
+    """Whether the key stands nowhere in what the notebook left behind."""
+    files = [folder / "executed.ipynb", *(folder / "runs").rglob("*")]
+    return not any(
+        KEY.encode() in path.read_bytes() for path in files if path.is_file()
+    )
+
+
+@pytest.mark.slow
+def test_notebook_04_runs_on_the_paid_backend(account: Path, events: list[str]) -> None:
+    executed = execute(account)
+    cells = {cell.id: cell for cell in executed.cells}
+    banner = "".join(output.text for output in cells["c11"].outputs)
+    assert "Backend          fireworks" in banner
+    assert QWEN.base_model in banner
+    # 16 rollouts, 8 held-out tasks, 6 watch prompts at most.
+    assert "Rollouts planned 30" in banner
+    assert "Token ceiling    10,000,000" in banner
+    assert re.search(r"at most \$0\.\d\d for the planned work, \$40\.00 up to", banner)
+    records = read_rollouts(next((account / "runs").glob("full-run-*/rollouts.jsonl")))
+    watched = read_rollouts(next((account / "runs").glob("full-run-*/watch.jsonl")))
+    assert len(records) == 16 + 8
+    assert events.count(COMPLETIONS) == len(records) + len(watched) <= 30
+    planned = int(re.search(r"at most ([\d,]+)\n", banner)[1].replace(",", ""))
+    text = json.dumps([cell.get("outputs") for cell in executed.cells])
+    used = int(re.search(r"in all ([\d,]+)", text)[1].replace(",", ""))
+    assert used <= planned
+    assert not (account / "runs" / "service").exists()  # no service of its own
+    # Every session that was opened was given back, the resumed one included.
+    deleted = sum(event.startswith("DELETE") for event in events)
+    assert count(events, "create_session") == deleted == 2
+    assert keyless(account)
+
+
+@pytest.mark.slow
+def test_notebook_04_stops_at_its_token_limit(account: Path, events: list[str]) -> None:
+    with pytest.raises(papermill.PapermillExecutionError) as caught:
+        execute(account, TOKEN_LIMIT=400, EVALUATION_TASKS=20)
+    assert "TokenLimitReached" in str(caught.value)
+    assert "TOKEN_LIMIT" in str(caught.value)
+    rollouts = next((account / "runs").glob("full-run-*/rollouts.jsonl"))
+    records = read_rollouts(rollouts)
+    # What was answered is on disk, and fits; a fifth request of 130 would not.
+    assert events.count(COMPLETIONS) == len(records) < 20
+    assert sum(r.prompt_tokens + r.output_tokens for r in records) <= 400
+    assert count(events, "create_session") == 1
+    assert sum(event.startswith("DELETE") for event in events) == 1
+    assert keyless(account)
+
+
+@pytest.mark.slow
+def test_a_wrong_parameter_stops_notebook_04_before_anything_is_sent(
+    account: Path, events: list[str]
+) -> None:
+    with pytest.raises(papermill.PapermillExecutionError) as caught:
+        execute(account, GROUP_SIZE="8", STEP=3)
+    assert "GROUP_SIZE = '8': must be a whole number" in str(caught.value)
+    assert "STEP is no parameter of this notebook (did you mean STEPS?)" in str(
+        caught.value
+    )
+    assert events == []
