@@ -16,11 +16,13 @@ at least 2, or None for the preset's value; write it without quotes
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from rlhelpers.checkpoints import CheckpointError, check_label
 from rlhelpers.models import BACKENDS, ModelPreset, resolve_preset
 
 #: Takes a value; returns what it must be, or None if it can work.
@@ -74,6 +76,15 @@ def _folder(value: Any) -> str | None:
     return None if isinstance(value, str) and value.strip() else "must name a folder"
 
 
+def _model_id(value: Any) -> str | None:
+    if value is None:
+        return None
+    with contextlib.suppress(CheckpointError):
+        if isinstance(value, str) and check_label(value):
+            return None
+    return "must be lower-case letters, digits and hyphens, as in 'my-model', or None"
+
+
 def _prices(value: Any) -> str | None:
     if value is None:
         return None
@@ -100,6 +111,7 @@ RULES: Mapping[str, Rule] = {
     "LEARNING_RATE": _learning_rate,
     "EVALUATION_TASKS": whole_number(1),
     "INTERRUPT_AFTER": whole_number(1, or_none=False),
+    "PROMOTED_NAME": _model_id,
     "TOKEN_LIMIT": whole_number(1),
     "PRICES": _prices,
     "RUNS_DIR": _folder,

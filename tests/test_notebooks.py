@@ -260,6 +260,7 @@ def check_06(notebook: Any, folder: Path) -> None:
     assert json.loads(resume.read_text())["seed"] == 3
     text = printed(notebook)
     assert "models/my-model\n" in text
+    assert "Token ceiling    5,000,000" in text  # TOKEN_LIMIT
     assert "✓ with the optimizer: the same run, bit for bit" in text
     assert "✓ every wrong use is refused" in text
     assert "✓ another base model is a new run" in text
@@ -336,6 +337,8 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "MAX_TOKENS": 64,
             "EVALUATION_TASKS": 6,
             "PROMOTED_NAME": "my-model",
+            "TOKEN_LIMIT": 5_000_000,
+            "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
         },
         check_06,
     ),
