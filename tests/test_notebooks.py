@@ -120,7 +120,8 @@ def test_parameters_are_checked_before_anything_is_sent(path: Path) -> None:
     parameters = next(i for i, source in enumerate(sources) if "# Param" in source)
     # How the check finds the names that this notebook has.
     assert sources[parameters].startswith("# Parameters:")
-    checked = [i for i, source in enumerate(sources) if "check_parameters(g" in source]
+    check = re.compile(r"\bcheck_parameters\(\s*globals\(\)")
+    checked = [i for i, source in enumerate(sources) if check.search(source)]
     sent = [i for i, source in enumerate(sources) if re.search(r"\bconnect\(", source)]
     assert checked
     assert parameters < checked[0] < min(sent, default=len(sources))
@@ -215,6 +216,7 @@ def check_04(notebook: Any, folder: Path) -> None:
 
 
 def check_05(notebook: Any, folder: Path) -> None:
+    assert "Token ceiling    5,000,000" in printed(notebook)
     (short,) = folder.glob("short-run-*/metrics.jsonl")  # there was no run to read
     rows = [json.loads(line) for line in short.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
@@ -325,6 +327,7 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "MAX_TOKENS": 96,
             "RANGES": [[2, 9], [100, 120]],
             "STEPS": 2,
+            "TOKEN_LIMIT": 5_000_000,
         },
         check_05,
     ),
