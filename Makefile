@@ -13,7 +13,7 @@ FITS := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 1
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 lab: setup
-	$(BIN)/python -m jupyter lab notebooks
+	$(BIN)/python -m jupyterlab notebooks
 
 test: setup
 	$(BIN)/python -m ruff check .

@@ -27,6 +27,8 @@ playwright = pytest.importorskip(
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = "02_calibration.ipynb"
 TOKEN = "course-test"
+ERROR = "application/vnd.jupyter.error"
+STDERR = "application/vnd.jupyter.stderr"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SETTINGS = "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
 
@@ -64,8 +66,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         [
             sys.executable,
             "-m",
-            "jupyter",
-            "lab",
+            "jupyterlab",
             "--no-browser",
             "--allow-root",
             "--ip=127.0.0.1",
@@ -127,9 +128,14 @@ def run_all(page: Any, address: str) -> None:
     page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
     page.locator('[data-command="runmenu:run-all"]').click()
     last = cells.last.locator(".jp-InputArea-prompt")
-    playwright.expect(last).to_have_text(f"[{cells.count()}]:", timeout=400_000)
-    error = page.locator('[data-mime-type="application/vnd.jupyter.stderr"]')
-    assert error.count() == 0, error.first.inner_text()
+    failed = page.locator(f'[data-mime-type="{ERROR}"], [data-mime-type="{STDERR}"]')
+    deadline = time.monotonic() + 400
+    while last.inner_text().strip() != f"[{cells.count()}]:":
+        if failed.count() or time.monotonic() > deadline:
+            break
+        page.wait_for_timeout(500)
+    assert failed.count() == 0, failed.first.inner_text()
+    playwright.expect(last).to_have_text(f"[{cells.count()}]:")
 
 
 def test_recalibrate_changes_the_table(lab: str, page: Any, tmp_path: Path) -> None:
