@@ -477,13 +477,15 @@ def account(
     return tmp_path
 
 
-def execute(folder: Path, **changes: Any) -> Any:
+def execute(folder: Path, notebook: Path = NOTEBOOK, **changes: Any) -> Any:
+    declared = papermill.inspect_notebook(str(notebook))
+    small = {name: value for name, value in SMALL.items() if name in declared}
     return papermill.execute_notebook(
-        str(NOTEBOOK),
+        str(notebook),
         str(folder / "executed.ipynb"),
-        parameters={**SMALL, "RUNS_DIR": str(folder / "runs"), **changes},
+        parameters={**small, "RUNS_DIR": str(folder / "runs"), **changes},
         kernel_name="python3",
-        cwd=str(NOTEBOOK.parent),
+        cwd=str(notebook.parent),
         progress_bar=False,
     )
 
@@ -519,6 +521,35 @@ def test_notebook_04_runs_on_the_paid_backend(account: Path, events: list[str]) 
     # Every session that was opened was given back, the resumed one included.
     deleted = sum(event.startswith("DELETE") for event in events)
     assert count(events, "create_session") == deleted == 2
+    assert keyless(account)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("02_calibration", {"TASKS": 2}),
+        ("03_one_update", {}),
+        ("05_before_and_after", {"RANGES": [[10, 99], [100, 300]]}),
+        ("06_checkpoints", {"STEPS": 4}),
+    ],
+)
+def test_the_other_notebooks_run_on_the_paid_backend(
+    name: str, changes: dict[str, Any], account: Path, events: list[str]
+) -> None:
+    executed = execute(account, NOTEBOOK.with_name(f"{name}.ipynb"), **changes)
+    text = "".join(
+        output.get("text", "")
+        for cell in executed.cells
+        for output in cell.get("outputs", ())
+    )
+    assert "Backend          fireworks" in text
+    planned = int(re.search(r"Rollouts planned ([\d,]+)", text)[1].replace(",", ""))
+    assert 0 < events.count(COMPLETIONS) <= planned
+    # Every session was given back, also where the notebook leaves that to its kernel.
+    deleted = sum(event.startswith("DELETE") for event in events)
+    assert count(events, "create_session") == deleted >= 1
+    assert not (account / "runs" / "service").exists()
     assert keyless(account)
 
 
