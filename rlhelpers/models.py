@@ -151,10 +151,11 @@ _PRESETS = (
         steps=10,
         tasks_per_step=4,
         evaluation_tasks=32,
-        # Without them no reply ends in a bare integer: nothing to learn from.
+        # They show the form and no more: the model knows its products, and often ends
+        # on a wrong number all the same. With richer ones it is right from the start.
         worked_examples=(
-            WorkedExample(3, 4, "3 * 4 = 12\n12"),
-            WorkedExample(7, 5, "7 * 5 = 35\n35"),
+            WorkedExample(1, 1, "1 * 1 = 1\n1"),
+            WorkedExample(2, 1, "2 * 1 = 2\n2"),
         ),
     ),
     ModelPreset(
