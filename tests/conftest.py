@@ -1,4 +1,4 @@
-"""Shared fixtures. No test may see a key, report to HUD, ask a hub, or open a window."""
+"""Shared fixtures. No test may see a key, reach HUD or a hub, or open a window."""
 
 from __future__ import annotations
 
