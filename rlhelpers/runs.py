@@ -29,6 +29,7 @@ from rlhelpers.tasks import (
     multiplication_task,
     operand_pairs,
     split_taskset,
+    training_pairs,
 )
 from rlhelpers.training import TrainConfig, evaluate, train
 
@@ -193,7 +194,7 @@ async def short_run(
     config = config or TrainConfig.from_preset(preset, steps=steps, seed=seed)
     training, held_out = _tasks(
         operands or preset.operands,
-        config.steps * config.tasks_per_step,
+        config,
         evaluation_tasks or preset.evaluation_tasks,
         seed,
     )
@@ -226,13 +227,14 @@ async def short_run(
 
 
 def _tasks(
-    operands: tuple[int, int], train: int, held_out: int, seed: int
+    operands: tuple[int, int], config: TrainConfig, held_out: int, seed: int
 ) -> tuple[Sequence[Task], Sequence[Task]]:
     low, high = operands
-    tasks = make_taskset(
-        train + held_out, min_a=low, max_a=high, min_b=low, max_b=high, seed=seed
-    )
-    training, held = split_taskset(tasks, train=train, held_out=held_out, seed=seed)
+    ranges = {"min_a": low, "max_a": high, "min_b": low, "max_b": high}
+    pairs = operand_pairs(**ranges).size
+    count = training_pairs(config.steps, config.tasks_per_step, held_out, pairs)
+    tasks = make_taskset(count + held_out, **ranges, seed=seed)
+    training, held = split_taskset(tasks, train=count, held_out=held_out, seed=seed)
     return list(training), list(held)
 
 

@@ -254,6 +254,34 @@ def _content_key(task: Task) -> str:
     return json.dumps([task.env, task.id, args], sort_keys=True, default=str)
 
 
+def training_pairs(steps: int, tasks_per_step: int, held_out: int, pairs: int) -> int:
+    """How many training tasks to draw beside the held-out ones.
+
+    One for every place in every step where the operand range has as many pairs. In a
+    small range all that are left, so that :class:`TaskPool` serves them again.
+
+    Args:
+        steps, tasks_per_step: Of the run.
+        held_out: Held-out tasks, which no training task may repeat.
+        pairs: How many pairs the range holds (:func:`operand_pairs`).
+
+    Raises:
+        ValueError: Beside the held-out tasks not even one step's are left.
+
+    >>> training_pairs(10, 4, held_out=32, pairs=45)
+    13
+    """
+    left = pairs - held_out
+    if left < tasks_per_step:
+        raise ValueError(
+            f"the operand range holds {pairs} pairs; with {held_out} held out "
+            f"{max(left, 0)} are left, and a step needs {tasks_per_step}: widen the "
+            "range (MIN_OPERAND, MAX_OPERAND), or lower EVALUATION_TASKS or "
+            "TASKS_PER_STEP"
+        )
+    return min(steps * tasks_per_step, left)
+
+
 # Serving training tasks
 
 

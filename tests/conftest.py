@@ -1,4 +1,4 @@
-"""Shared fixtures. No test may see a key, report to HUD, or open a window."""
+"""Shared fixtures. No test may see a key, reach HUD or a hub, or open a window."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ KEYS = ("FIREWORKS_API_KEY", "HUD_API_KEY")
 for _key in KEYS:
     os.environ.pop(_key, None)
 os.environ["HUD_TELEMETRY_ENABLED"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"  # an unknown model id must not wait for a network
 _spans = tempfile.mkdtemp(prefix="hud-spans-")
 os.environ["HUD_TELEMETRY_LOCAL_DIR"] = _spans
 atexit.register(shutil.rmtree, _spans, ignore_errors=True)

@@ -77,3 +77,24 @@ def test_presets_cannot_be_changed_by_accident() -> None:
         PRESETS["tiny-arithmetic"].steps = 1  # type: ignore[misc]
     with pytest.raises(TypeError):
         PRESETS["mine"] = PRESETS["tiny-arithmetic"]  # type: ignore[index]
+
+
+def test_smollm2_fits_its_operand_range() -> None:
+    preset = resolve_preset("smollm2-135m", "local")
+    assert preset is resolve_preset("local/smollm2-135m")
+    assert preset.operands == (1, 9)
+    pairs = 45  # 9 × 10 / 2
+    assert preset.evaluation_tasks == 32
+    assert pairs - preset.evaluation_tasks >= preset.tasks_per_step
+    assert (preset.steps, preset.tasks_per_step, preset.group_size) == (10, 4, 8)
+    assert len(preset.worked_examples) == 2
+    assert "Apache-2.0" in preset.licence
+
+
+def test_files_are_what_from_pretrained_takes() -> None:
+    _, options = PRESETS["smollm2-135m"].files
+    assert options == {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
+    folder, options = PRESETS["tiny-arithmetic"].files
+    assert folder.endswith("tiny-policy")
+    assert options == {}
+    assert PRESETS["qwen3p8-27b"].files == ("Qwen/Qwen3.8-27B", {})

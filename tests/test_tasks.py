@@ -16,7 +16,7 @@ from hud.eval import HUDRuntime, LocalRuntime, Run, Task, Taskset
 
 from rlhelpers import TaskPool, load_tasks, make_taskset, split_taskset
 from rlhelpers.arithmetic import env
-from rlhelpers.tasks import multiplication_task, operand_pairs
+from rlhelpers.tasks import multiplication_task, operand_pairs, training_pairs
 
 TWO_DIGITS = {"min_a": 10, "max_a": 99, "min_b": 10, "max_b": 99}
 
@@ -300,3 +300,25 @@ def test_hosted_taskset_with_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_environment_is_named_as_tasks_name_it() -> None:
     assert env.name == "arithmetic"
+
+
+# -- small operand ranges ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("steps", "pairs", "expected"),
+    [
+        (10, 4095, 40),  # one for every place
+        (10, 72, 40),  # exactly enough beside 32
+        (10, 45, 13),  # what is left of 9 × 10 / 2
+    ],
+)
+def test_training_pairs(steps: int, pairs: int, expected: int) -> None:
+    assert training_pairs(steps, 4, held_out=32, pairs=pairs) == expected
+
+
+def test_a_range_without_room_for_one_step_names_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"45 pairs; with 42 held out 3 are left.*4"):
+        training_pairs(10, 4, held_out=42, pairs=45)
+    with pytest.raises(ValueError, match="0 are left.*MAX_OPERAND"):
+        training_pairs(10, 4, held_out=50, pairs=45)

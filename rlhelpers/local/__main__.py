@@ -21,16 +21,16 @@ def main() -> int:
         "--model",
         action="append",
         default=[],
-        metavar="NAME=FOLDER",
-        help="serve a further Hugging Face causal LM from a folder",
+        metavar="NAME=PATH",
+        help="serve a further causal LM: a Hugging Face folder, or a .gguf file",
     )
     arguments = parser.parse_args()
     models = {}
     for item in arguments.model:
-        name, separator, folder = item.partition("=")
+        name, separator, path = item.partition("=")
         if not separator:
-            parser.error(f"--model takes NAME=FOLDER, got {item!r}")
-        models[name] = folder
+            parser.error(f"--model takes NAME=PATH, got {item!r}")
+        models[name] = path
     # A plain termination signal stops the service as cleanly as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with LocalService(

@@ -29,7 +29,8 @@ class LocalService:
 
     Args:
         state_dir: where checkpoints live; several services may share it.
-        models: base-model names beyond the built-in ones, with their folders.
+        models: base-model names beyond the built-in ones, each with the folder of a
+            Hugging Face causal LM or a ``.gguf`` file.
         port: a fixed port, or 0 for any free one.
         api_key: a fixed key, or ``None`` for a random one.
 
