@@ -230,10 +230,11 @@ def _tasks(
     operands: tuple[int, int], config: TrainConfig, held_out: int, seed: int
 ) -> tuple[Sequence[Task], Sequence[Task]]:
     low, high = operands
-    ranges = {"min_a": low, "max_a": high, "min_b": low, "max_b": high}
-    pairs = operand_pairs(**ranges).size
+    pairs = operand_pairs(min_a=low, max_a=high, min_b=low, max_b=high).size
     count = training_pairs(config.steps, config.tasks_per_step, held_out, pairs)
-    tasks = make_taskset(count + held_out, **ranges, seed=seed)
+    tasks = make_taskset(
+        count + held_out, min_a=low, max_a=high, min_b=low, max_b=high, seed=seed
+    )
     training, held = split_taskset(tasks, train=count, held_out=held_out, seed=seed)
     return list(training), list(held)
 

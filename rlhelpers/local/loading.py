@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers import modeling_gguf_pytorch_utils as gguf_reading
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
@@ -211,14 +211,15 @@ def _untie(model: PreTrainedModel) -> None:
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """A bar would end up in a stored notebook, and most models load in a blink."""
+    gguf_reading = import_module("transformers.modeling_gguf_pytorch_utils")
     shown, gguf_bar = hf_logging.is_progress_bar_enabled(), gguf_reading.tqdm
     hf_logging.disable_progress_bar()
     # Reading GGUF draws a bar of its own, which no setting of transformers reaches.
-    gguf_reading.tqdm = partial(gguf_bar, disable=True)
+    vars(gguf_reading)["tqdm"] = partial(gguf_bar, disable=True)
     try:
         yield
     finally:
-        gguf_reading.tqdm = gguf_bar
+        vars(gguf_reading)["tqdm"] = gguf_bar
         if shown:
             hf_logging.enable_progress_bar()
 
