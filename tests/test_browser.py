@@ -125,8 +125,15 @@ def run_all(page: Any, address: str) -> None:
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
     page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for()
     cells = page.locator(".jp-Notebook .jp-CodeCell")
-    page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
-    page.locator('[data-command="runmenu:run-all"]').click()
+    prompts = cells.locator(".jp-InputArea-prompt")
+    for _ in range(6):
+        page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
+        page.locator('[data-command="runmenu:run-all"]').click()
+        # While a page is still settling, JupyterLab can lose a click on a menu.
+        page.wait_for_timeout(5_000)
+        if any(text.strip() != "[ ]:" for text in prompts.all_inner_texts()):
+            break
+        page.keyboard.press("Escape")
     last = cells.last.locator(".jp-InputArea-prompt")
     failed = page.locator(f'[data-mime-type="{ERROR}"], [data-mime-type="{STDERR}"]')
     deadline = time.monotonic() + 400
