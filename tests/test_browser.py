@@ -93,8 +93,8 @@ def copy_notebooks(folder: Path, *, pictures: bool) -> None:
         notebook = read(path)
         for cell in code_cells(notebook):
             cell.outputs, cell.execution_count = [], None
-        if not (pictures and path.stem in PICTURED):
-            notebook = parameterize_notebook(notebook, SMALLER.get(path.stem, {}))
+        if path.stem in SMALLER and not (pictures and path.stem in PICTURED):
+            notebook = parameterize_notebook(notebook, SMALLER[path.stem])
         nbformat.write(notebook, folder / path.name)
 
 
@@ -222,8 +222,8 @@ def press_run_all(page: Any, prompts: Any) -> None:
 
 def widget_box(page: Any, button: str) -> Any:
     """The widget that has a button of that name."""
-    boxes = page.locator(".jp-OutputArea-output > .widget-vbox, .widget-vbox")
-    return boxes.filter(has=page.get_by_role("button", name=button, exact=True)).first
+    named = page.get_by_role("button", name=button, exact=True)
+    return page.locator(".widget-vbox").filter(has=named).first
 
 
 # -- one function for each notebook with widgets ------------------------------------
