@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
 from rlhelpers.analysis import LABELS
-from rlhelpers.metrics import RolloutRecord
+
+if TYPE_CHECKING:
+    from rlhelpers.metrics import RolloutRecord
 
 Range = tuple[float, float]
 

@@ -71,7 +71,7 @@ class CalibrationPanel(widgets.VBox):  # type: ignore[misc]
         start: The settings that the sliders begin with.
         operands: The stops of the operand sliders, besides those to begin with.
         token_limits: The stops of the token-limit slider.
-        prompt_tokens: Length of one rendered prompt, for the bound.
+        prompt_tokens: Length of the longest prompt of these operands, for the bound.
     """
 
     def __init__(
