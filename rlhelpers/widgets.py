@@ -212,7 +212,8 @@ class RolloutBrowser(widgets.VBox):  # type: ignore[misc]
         """Show the page ``by`` rollouts further on; an error is shown in its place."""
         try:
             chosen = self.chosen
-            self._first += by
+            if 0 <= self._first + by < len(chosen):  # a click can come late
+                self._first += by
             end = min(self._first + self._page, len(chosen))
             table = RolloutTable(chosen[self._first : end])
             self.table.value = table._repr_html_() if chosen else ""

@@ -246,6 +246,8 @@ def test_the_browser_turns_its_pages(browser: RolloutBrowser) -> None:
     assert replies(browser) == ["3.2", "3.3"]
     assert browser.status.value == "12 of 12 rollouts fit; here 11 to 12"
     assert (browser.back.disabled, browser.next.disabled) == (False, True)
+    browser.next.click()  # pressed before the button was seen to be disabled
+    assert replies(browser) == ["3.2", "3.3"]
     browser.back.click()
     assert replies(browser)[0] == "2.1"
 
