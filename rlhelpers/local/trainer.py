@@ -6,7 +6,6 @@ Adam moments. All methods run on the service's compute thread.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,8 +177,11 @@ class PolicyTrainer:
     ) -> PassResult:
         """Forward pass of the bare base model, without any adapter."""
         settings = resolve_config(loss_fn, config)
-        peft = self._peft
-        with contextlib.nullcontext() if peft is None else peft.disable_adapter():
+        if self._peft is None or not self._adapters:
+            return self._passes(data, loss_fn, settings, False, top_k)
+        # PEFT may still name an adapter that was unloaded; it must name one it has.
+        self._activate(next(iter(self._adapters.values())))
+        with self._peft.disable_adapter():
             return self._passes(data, loss_fn, settings, False, top_k)
 
     def optim_step(
@@ -332,7 +334,8 @@ class PolicyTrainer:
         for row, datum in enumerate(batch):
             tokens[row, : len(datum)] = torch.tensor(datum.tokens)
             real[row, : len(datum)] = True
-        model = self._peft or self.base.trainable
+        with_adapters = self._peft if self._adapters else None
+        model = with_adapters or self.base.trainable
         device = self.base.trainable.device
         logits: Tensor = model(input_ids=tokens.to(device), use_cache=False).logits
         return logits[real.to(device)].float()
