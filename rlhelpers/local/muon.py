@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ class StackedMuon(torch.optim.Optimizer):
             matrix.mul_(1 - lr * weight_decay).add_(update, alpha=-scale)
 
 
-def _settings(group: dict[str, object]) -> dict[str, float]:
+def _settings(group: dict[str, Any]) -> dict[str, float]:
     return {name: float(group[name]) for name in ("lr", "weight_decay", "momentum")}
 
 

@@ -47,7 +47,8 @@ class Work:
         config = model.config.get_text_config()
         weights = sum(parameter.numel() for parameter in model.parameters())
         if not config.tie_word_embeddings:  # the input table is looked up, not used
-            weights -= model.get_input_embeddings().weight.numel()
+            table = model.get_input_embeddings()
+            weights -= sum(parameter.numel() for parameter in table.parameters())
         width = config.num_hidden_layers * config.hidden_size
         return cls(2.0 * weights, 4.0 * width)
 
