@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -309,7 +310,7 @@ def test_a_full_service_refuses_a_model_until_a_client_falls_silent(
     own_wire: Wire, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions_module, "MAX_MODELS", 2)
-    first, second = own_wire.session(), own_wire.session()
+    bare, first, second = (own_wire.session() for _ in range(3))
     model, _ = own_wire.model(first), own_wire.model(second)
     lora = {"base_model": TINY, "lora_config": {"rank": 4}}
 
@@ -331,6 +332,8 @@ def test_a_full_service_refuses_a_model_until_a_client_falls_silent(
     clock.now = app.PRESSED_SECONDS
     assert "model_id" in create(3)
     assert own_wire.post("get_info", {"model_id": model}).status_code == 404
+    # To end the session without a model would have helped nobody.
+    assert own_wire.post("session_heartbeat", {"session_id": bare}).status_code == 200
     # The second session was heard of just now, so nobody is left to make room.
     assert "2 models are loaded" in str(create(4)["error"])
     unload = own_wire.submit("unload_model", {"model_id": str(create(3)["model_id"])})
@@ -439,6 +442,34 @@ def test_idle_base_models_are_forgotten_and_come_back(
     own_wire.model(own_wire.session(), base_model=TINY)
     assert sample(OTHER) == first
     assert set(loaded) == {OTHER, TINY}
+
+
+def test_a_snapshot_is_remembered_as_long_as_sequences_wait_for_it(
+    own: LocalService, own_wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = own_wire.session()
+    model = own_wire.model(session)
+    samplers = []
+    for number in range(1, 7):
+        body = {"model_id": model, "seq_id": number, "path": f"policy-{number}"}
+        ticket = own_wire.submit("save_weights_for_sampler", body)
+        path = own_wire.result(ticket)["path"]
+        samplers.append(f"accounts/local/trainingSessions/{session}/checkpoints/{path}")
+
+    def sample(sampler: str) -> str:
+        body = completion(sampler, seed=1, max_tokens=100, stop=["no such text"])
+        answer = own_wire.http.post(own_wire.completions, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    with ThreadPoolExecutor(6) as pool:
+        expected = list(pool.map(sample, samplers))
+        snapshots = engine_of(own)._loaded[TINY].snapshots
+        assert len(snapshots) == 6
+        monkeypatch.setattr(engine, "MAX_SNAPSHOTS", 1)
+        assert list(pool.map(sample, samplers)) == expected
+    assert sample(samplers[0]) == expected[0]
+    assert len(snapshots) == 1
 
 
 # -- decoding ---------------------------------------------------------------------

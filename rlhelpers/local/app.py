@@ -488,7 +488,8 @@ class TrainingApi:
         for session in self.registry.silent(SILENT_SECONDS):
             await self._end(session.session_id)
         for session in self.registry.silent(PRESSED_SECONDS):
-            if self.registry.full(new_session=new_session):
+            helps = new_session or self.registry.of(session)
+            if helps and self.registry.full(new_session=new_session):
                 await self._end(session.session_id)
         if obstacle := self.registry.full(new_session=new_session):
             raise Refused(f"the local service is full: {obstacle}", 429, "full")

@@ -273,6 +273,10 @@ class Decoder:
         if self._snapshot == snapshot:
             self._snapshot = None
 
+    def needs(self, snapshot: str) -> bool:
+        """Whether sequences wait for ``snapshot`` to be loaded."""
+        return snapshot in self._waiting
+
     @property
     def has_work(self) -> bool:
         """Whether any sequence is waiting or being decoded."""

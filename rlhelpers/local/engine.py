@@ -31,7 +31,7 @@ from .trainer import PolicyTrainer
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _DEFAULT_THREADS = torch.get_num_threads()
-MAX_SNAPSHOTS = 1024  # names remembered; sequences in flight never reach as many
+MAX_SNAPSHOTS = 1024  # names remembered, besides those that sequences wait for
 MAX_BASE_MODELS = 4  # kept in memory, and however many are being trained or sampled
 
 
@@ -188,8 +188,12 @@ class Engine:
             self._adapter(weights)
         loaded.snapshots[weights.key] = weights
         loaded.snapshots.move_to_end(weights.key)
-        while len(loaded.snapshots) > MAX_SNAPSHOTS:
-            loaded.snapshots.popitem(last=False)
+        surplus = list(loaded.snapshots)[
+            : max(len(loaded.snapshots) - MAX_SNAPSHOTS, 0)
+        ]
+        for key in surplus:
+            if not loaded.decoder.needs(key):
+                del loaded.snapshots[key]
 
     def _admit(
         self,

@@ -94,7 +94,7 @@ class Registry:
         """Sessions not heard of for so long and without work, most silent first."""
         earliest = self.clock() - seconds
         found = [s for s in self.sessions.values() if s.heard <= earliest]
-        idle = [s for s in found if not any(m.operations.running for m in self._of(s))]
+        idle = [s for s in found if not any(m.operations.running for m in self.of(s))]
         return sorted(idle, key=lambda session: session.heard)
 
     def full(self, *, new_session: bool) -> str | None:
@@ -106,7 +106,7 @@ class Registry:
             return f"{MAX_MODELS} models are loaded: unload one, or end a session"
         return None
 
-    def _of(self, session: Session) -> list[ClientModel]:
+    def of(self, session: Session) -> list[ClientModel]:
         """The session's models that are still loaded."""
         found = [self.models.get(model_id) for model_id in session.model_ids]
         return [model for model in found if model is not None]
@@ -137,7 +137,7 @@ class Registry:
     def close_session(self, session_id: str) -> list[ClientModel]:
         """Forget a session with its runs; returns its models that are still loaded."""
         session = self.sessions.pop(session_id)
-        loaded = self._of(session)
+        loaded = self.of(session)
         for model_id in session.model_ids:
             self.runs.pop(model_id.split(":", 1)[0], None)
             self.models.pop(model_id, None)
