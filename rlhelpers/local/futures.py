@@ -52,12 +52,24 @@ class Futures:
         self._unread: OrderedDict[str, bytes] = OrderedDict()
         self._read: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> str:
         """A new ticket."""
         ticket = uuid.uuid4().hex
-        self._open[ticket] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._open[ticket] = self._loop.create_future()
         return ticket
+
+    def fail_open(self, reason: str) -> None:
+        """Fail what has no result yet; to be called from another thread."""
+
+        def fail() -> None:
+            for ticket in list(self._open):
+                self.settle(ticket, failure(reason, "server"))
+
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(fail)
 
     def settle(self, ticket: str, result: bytes) -> None:
         """Store the result of ``ticket``; whoever waits gets it."""

@@ -106,6 +106,8 @@ class LocalService:
         assert self._api is not None
         # The engine first: what waits for it then fails, instead of holding up HTTP.
         self._engine.close()
+        if self.running:
+            self._api.futures.fail_open("the local service was stopped")
         self._server.should_exit = True
         self._thread.join()
         self._api.close()
