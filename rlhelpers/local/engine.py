@@ -188,10 +188,8 @@ class Engine:
             self._adapter(weights)
         loaded.snapshots[weights.key] = weights
         loaded.snapshots.move_to_end(weights.key)
-        surplus = list(loaded.snapshots)[
-            : max(len(loaded.snapshots) - MAX_SNAPSHOTS, 0)
-        ]
-        for key in surplus:
+        surplus = len(loaded.snapshots) - MAX_SNAPSHOTS
+        for key in list(loaded.snapshots)[: max(surplus, 0)]:
             if not loaded.decoder.needs(key):
                 del loaded.snapshots[key]
 
