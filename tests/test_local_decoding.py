@@ -181,6 +181,7 @@ def test_a_stop_string_over_two_tokens_ends_the_sequence(tiny_base: BaseModel) -
 def test_the_text_of_a_special_token_is_a_stop_string_too(
     tiny_base: BaseModel,
 ) -> None:
+    """S03: a marker that decoding without special tokens would hide."""
     base = without_end(tiny_base)
     for seed in range(200):
         tokens, _ = reference(base, PROMPTS[1], SamplingParams(30, seed=seed))
