@@ -263,6 +263,7 @@ class Decoder:
         self._snapshot: str | None = None
         self._tiles: list[_Tile] = []
         self._prefixes: OrderedDict[tuple[int, ...], _Prefix] = OrderedDict()
+        self._pieces: dict[int, str] = {}
 
     def add(self, snapshot: str, sequence: Sequence) -> None:
         """Queue ``sequence`` to be decoded with the weights of ``snapshot``."""
@@ -427,11 +428,23 @@ class Decoder:
 
     def _ends_with_stop(self, sequence: Sequence) -> bool:
         """Whether the latest token completed one of the stop strings."""
-        longest = max(len(stop) for stop in sequence.params.stop)
+        # Decoding a tail costs more than a row's share of the forward pass, and the
+        # text of the latest token alone rules most stops out.
+        piece = self._piece(sequence.tokens[-1])
+        stops = [stop for stop in sequence.params.stop if _may_complete(piece, stop)]
+        if not stops:
+            return False
+        longest = max(map(len, stops))
         # Every token decodes to at least one byte, so this tail holds any stop.
         tail = self.base.tokenizer.decode(sequence.tokens[-4 * longest :])
         before = self.base.tokenizer.decode(sequence.tokens[-4 * longest : -1])
-        return any(stop in tail and stop not in before for stop in sequence.params.stop)
+        return any(stop in tail and stop not in before for stop in stops)
+
+    def _piece(self, token: int) -> str:
+        """The text of one token, decoded once."""
+        if token not in self._pieces:
+            self._pieces[token] = str(self.base.tokenizer.decode([token]))
+        return self._pieces[token]
 
     def _prefix(self, prompt: tuple[int, ...]) -> _Prefix:
         """Keys, values and next logits of ``prompt``: computed once per snapshot.
@@ -477,6 +490,16 @@ class Decoder:
             targets = torch.tensor(prompt[start + 1 : stop + 1])
             found += pick(torch.log_softmax(part, dim=-1), targets)
         return found
+
+
+def _may_complete(piece: str, stop: str) -> bool:
+    """Whether a token of text ``piece`` can be the one that completes ``stop``.
+
+    It must then hold the stop's last character. A blank may be lost when a token is
+    decoded alone, and a character that several tokens make up shows as U+FFFD.
+    """
+    last = stop[-1]
+    return last in piece or last.isspace() or not piece or "\ufffd" in piece
 
 
 def rows_per_tile(base: BaseModel) -> int:
