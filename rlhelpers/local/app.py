@@ -123,6 +123,7 @@ class TrainingApi:
 
     async def create_session(self, body: dict[str, Any]) -> Result:
         """Open a session; tags and metadata are the client's own business."""
+        refuse_surplus(body, "tags", "user_metadata", "sdk_version")
         session = self.registry.open_session()
         self.store.open_session(session.session_id)
         return {"type": "create_session", "session_id": session.session_id}
