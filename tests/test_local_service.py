@@ -217,6 +217,28 @@ def test_sampling_from_the_base_model(
     assert read(ask(base, 4)) == read(ask(fresh, 4))
 
 
+def test_a_program_finds_the_service_through_its_environment(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names no service, and its base model as on Fireworks."""
+    name = "accounts/fireworks/models/qwen3p8-27b"
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with LocalService(tmp_path, models={name: tiny_folder}) as service:
+        for variable in ("TINKER_BASE_URL", "FIREWORKS_BASE_URL"):
+            monkeypatch.setenv(variable, service.base_url)
+        monkeypatch.setenv("FIREWORKS_API_KEY", service.api_key)
+        client = FiretitanServiceClient()
+        policy = client.create_lora_training_client(base_model=name, rank=4)
+        before = fixed_logprobs(policy)
+        update(policy)
+        assert sum(fixed_logprobs(policy)) > sum(before)
+        source = sampler(client, snapshot(policy))
+        assert read(ask(source, 1))[0]
+        source.close()
+        client.delete_training_session()
+        client.close()
+
+
 # --- through the SDK: training ------------------------------------------------------
 
 

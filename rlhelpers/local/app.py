@@ -137,6 +137,7 @@ class TrainingApi:
 
     async def create_session(self, body: dict[str, Any]) -> Result:
         """Open a session; tags and metadata are the client's own business."""
+        refuse_surplus(body, "tags", "user_metadata", "sdk_version")
         await self._make_room(new_session=True)
         session = self.registry.open_session()
         await asyncio.to_thread(self.store.open_session, session.session_id)
