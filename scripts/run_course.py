@@ -138,16 +138,18 @@ def run_notebook(
             kernel_name="python3",
             progress_bar=sys.stderr.isatty(),
         )
-    except PapermillExecutionError as error:
-        cause = " ".join(f"{error.ename}: {error.evalue}".split())
-        return (
-            f"{notebook.name}, cell {error.cell_index + 1} (In [{error.exec_count}]): "
-            f"{cause[:600]}\nexecuted copy: {copy}"
-        )
-    except Exception as error:  # the kernel died, or could not start
-        cause = f"{type(error).__name__}: {error}"
-        return f"{notebook.name}: {cause}\nexecuted copy: {copy}"
+    except Exception as error:  # a cell failed, or the kernel died
+        return f"{notebook.name}{failure_of(error)}\nexecuted copy: {copy}"
     return None
+
+
+def failure_of(error: Exception) -> str:
+    """Where in a notebook it failed, and why; to be read after the notebook's name."""
+    if isinstance(error, PapermillExecutionError):
+        cause = " ".join(f"{error.ename}: {error.evalue}".split())
+        cell = f"cell {error.cell_index + 1} (In [{error.exec_count}])"
+        return f", {cell}: {cause[:600]}"
+    return f": {type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":
