@@ -6,7 +6,8 @@
 
 All of them run first, in order, and are stored only if every one passed and no output
 breaks a rule: no error, warning, path, key, picture without words, or progress bar left
-behind. The numbers that the prose quotes are then written anew (scripts/quotes.py).
+behind. Each has the cell for hosted services (hosted_cell.py) on top. The numbers that
+the prose quotes are then written anew (quotes.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from run_course import failure_of
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
+HOSTED = Path(__file__).with_name("hosted_cell.py")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
@@ -112,9 +114,11 @@ def run_all(paths: Sequence[Path]) -> dict[Path, Any] | None:
         for path in paths:
             print(f"running {path.name} ...", flush=True)
             copy = Path(folder) / path.name
+            notebook = with_hosted_cell(nbformat.read(path, as_version=4))
+            nbformat.write(notebook, copy)
             try:
                 papermill.execute_notebook(
-                    str(path),
+                    str(copy),
                     str(copy),
                     cwd=str(path.parent),
                     kernel_name="python3",
@@ -126,6 +130,18 @@ def run_all(paths: Sequence[Path]) -> dict[Path, Any] | None:
                 return None
             executed[path] = tidied(nbformat.read(copy, as_version=4))
     return executed
+
+
+def with_hosted_cell(notebook: Any) -> Any:
+    """The notebook with the cell for hosted services as its first code cell."""
+    source = HOSTED.read_text(encoding="utf-8").rstrip("\n")
+    metadata = {"jupyter": {"source_hidden": True}, "tags": ["hosted"]}
+    cell = nbformat.v4.new_code_cell(source, id="hosted", metadata=metadata)
+    others = [cell for cell in notebook.cells if cell.id != "hosted"]
+    kinds = [cell.cell_type for cell in others]
+    first = kinds.index("code") if "code" in kinds else len(kinds)
+    notebook.cells = [*others[:first], cell, *others[first:]]
+    return notebook
 
 
 def tidied(notebook: Any) -> Any:

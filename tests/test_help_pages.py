@@ -165,8 +165,6 @@ def spoken() -> list[str]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
             said += [words(text) for text in strings(tree)]
     said.append(words(re.sub(r'" >&2; \\|echo "', "", (ROOT / "Makefile").read_text())))
-    first = next(c for c in cells(LESSONS[0]) if c["cell_type"] == "code")
-    said += strings(ast.parse("".join(first["source"])))  # type: ignore[arg-type]
     return said
 
 

@@ -181,10 +181,12 @@ def test_all_are_stored_or_none(
     nbformat.write(notebook("x = 1", "raise ValueError('flat')"), bad)
     assert store_notebooks.main(options) == 1
     assert good.read_text() == before[0]
-    assert "02_b.ipynb, cell 3 (In [2]): ValueError: flat" in capsys.readouterr().err
+    assert "02_b.ipynb, cell 4 (In [3]): ValueError: flat" in capsys.readouterr().err
 
     nbformat.write(notebook("print('also fresh')"), bad)
     assert store_notebooks.main(options) == 0
-    assert read(good).cells[1].outputs[0].text == "fresh\n"
+    title, cell, printed = read(good).cells
+    assert (title.cell_type, cell.id) == ("markdown", "hosted")
+    assert printed.outputs[0].text == "fresh\n"
     assert "papermill" not in read(good).metadata
     assert store_notebooks.main([*options, "--check"]) == 0
