@@ -56,31 +56,36 @@ class Document:
             if cell.cell_type == "markdown":
                 yield cell.id, cell.source
 
+    def cell(self, name: str) -> Any:
+        """The notebook's cell of that id."""
+        for cell in self.notebook.cells:
+            if cell.id == name:
+                return cell
+        raise ValueError(f"{self.path.name} has no cell {name!r} any more")
+
     def source(self, name: str) -> str:
         """The prose of one cell."""
-        return dict(self.cells())[name]
+        return str(self.text if self.notebook is None else self.cell(name).source)
 
     def shown(self, name: str) -> str:
-        """What one code cell printed or displayed as text; a text file's text."""
+        """What a code cell, or every one, printed or displayed; a text file's text."""
         if self.notebook is None:
             return self.text
-        (cell,) = (cell for cell in self.notebook.cells if cell.id == name)
         parts = []
-        for output in cell.get("outputs", ()):
-            data = output.get("data", {})
-            kinds = ("text/markdown", "text/plain")
-            parts += [output.get("text", ""), *(data.get(kind, "") for kind in kinds)]
+        for cell in [self.cell(name)] if name else self.notebook.cells:
+            for output in cell.get("outputs", ()):
+                data = output.get("data", {})
+                parts += [output.get("text", ""), data.get("text/markdown", "")]
+                parts.append(data.get("text/plain", ""))
         return "\n".join(parts)
 
     def replace(self, name: str, text: str) -> None:
         """Put other prose in the place of a cell's."""
+        self.changed |= text != self.source(name)
         if self.notebook is None:
-            self.changed |= text != self.text
             self.text = text
-            return
-        (cell,) = (cell for cell in self.notebook.cells if cell.id == name)
-        self.changed |= text != cell.source
-        cell.source = text
+        else:
+            self.cell(name).source = text
 
     def save(self) -> None:
         """Write the file if anything changed."""

@@ -126,6 +126,12 @@ def test_prose_or_output_that_changed_its_words_is_named(tmp_path: Path) -> None
     text = LIST.replace("before ([", "earlier ([")
     (tmp_path / "scripts" / "quotes.toml").write_text(text)
     assert any("shows nothing like 'earlier" in p for p in quotes.check(tmp_path))
+    text = LIST.replace("01_a.ipynb#code", "01_a.ipynb#gone")
+    (tmp_path / "scripts" / "quotes.toml").write_text(text)
+    assert any("has no cell 'gone' any more" in p for p in quotes.check(tmp_path))
+    text = LIST.replace("01_a.ipynb#code", "01_a.ipynb")  # wherever it is shown
+    (tmp_path / "scripts" / "quotes.toml").write_text(text)
+    assert quotes.check(tmp_path) == []
 
 
 def test_a_free_number_that_has_gone_is_named(tmp_path: Path) -> None:
