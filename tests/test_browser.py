@@ -25,6 +25,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from PIL import Image
 from test_field_cases_notebooks import WIDGET
@@ -90,7 +91,7 @@ def copy_notebooks(folder: Path, *, pictures: bool) -> None:
     """The course without outputs: what is found later was written by this run."""
     folder.mkdir()
     for path in NOTEBOOKS:
-        notebook = read(path)
+        notebook = load_notebook_node(str(path))
         for cell in code_cells(notebook):
             cell.outputs, cell.execution_count = [], None
         if path.stem in SMALLER and not (pictures and path.stem in PICTURED):

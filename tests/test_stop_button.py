@@ -9,8 +9,9 @@ from typing import Any
 
 import nbclient
 import pytest
+from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
-from test_notebooks import FOLDER, read
+from test_notebooks import FOLDER
 
 STEPS = 12
 SMALL = {
@@ -64,9 +65,8 @@ async def test_a_stopped_run_goes_on_without_losing_or_doubling_a_step(
     tmp_path: Path,
 ) -> None:
     runs = tmp_path / "runs"
-    notebook = parameterize_notebook(
-        read(FOLDER / "04_full_run.ipynb"), {**SMALL, "RUNS_DIR": str(runs)}
-    )
+    stored = load_notebook_node(str(FOLDER / "04_full_run.ipynb"))
+    notebook = parameterize_notebook(stored, {**SMALL, "RUNS_DIR": str(runs)})
     await run_with_a_stop(notebook, runs)
 
     cells = {cell.id: cell for cell in notebook.cells}
