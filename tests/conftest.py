@@ -35,8 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--screenshots",
         metavar="DIR",
-        help="run notebooks 02 and 04 at their defaults in test_browser.py, and write "
-        "the README's pictures into this folder",
+        help="run notebook 04 at its defaults in test_browser.py, and write the "
+        "README's pictures into this folder",
     )
 
 
