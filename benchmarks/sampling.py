@@ -43,6 +43,7 @@ from side_by_side import (
     where,
 )
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from rlhelpers.models import ModelPreset
 from rlhelpers.sampling import (
@@ -67,6 +68,7 @@ class Requests:
 
 def load_plain_model(preset: ModelPreset) -> PreTrainedModel:
     """The base model as anyone would load it for sampling."""
+    logging.disable_progress_bar()
     place, options = preset.files
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         place, dtype=torch.float32, attn_implementation="sdpa", **options
