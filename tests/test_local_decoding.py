@@ -197,6 +197,7 @@ def test_a_stop_that_ends_in_a_character_of_two_tokens(tiny_base: BaseModel) -> 
 def test_the_text_of_a_special_token_is_a_stop_string_too(
     tiny_base: BaseModel,
 ) -> None:
+    """S03: a marker that decoding without special tokens would hide."""
     base = without_end(tiny_base)
     for seed in range(200):
         tokens, _ = reference(base, PROMPTS[1], SamplingParams(30, seed=seed))
