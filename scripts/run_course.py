@@ -1,11 +1,11 @@
 """Run the course headless: every notebook in order, into runs/notebooks/.
 
+Prints the time of each and of all together; --times FILE writes them down.
+
     python scripts/run_course.py
     python scripts/run_course.py -p GROUP_SIZE 4 -p BACKEND local
     python scripts/run_course.py --only 01 02
-    python scripts/run_course.py --times data/course_times.json
 
-Prints the time of each notebook and of all together, and writes them down if asked.
 Stops at the first failure and names the notebook, the cell and the cause. A
 parameter goes to the notebooks that have it; one that no notebook has is an error, and
 so is a value that cannot work.
@@ -74,9 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NN", help="numbers, such as 01 03"
     )
-    parser.add_argument("--times", type=Path, metavar="FILE", help="write the seconds")
     parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS)
     parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--times", type=Path, metavar="FILE", help="write the seconds")
     return parser
 
 
