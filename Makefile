@@ -1,7 +1,8 @@
 # lab   set up if needed, then JupyterLab on the course
 # test  set up if needed, then the checks and all tests
 # run   set up if needed, then the whole course headless into runs/notebooks/
-#       (ARGS="-p NAME VALUE" sets a notebook parameter)
+#       (ARGS="-p NAME VALUE" sets a notebook parameter, ARGS="--solutions" runs the
+#       exercises' solutions as well)
 # smollm2  the same for notebook 04 on SmolLM2-135M, a real open-weight model
 # clean remove what runs wrote; .venv stays
 
