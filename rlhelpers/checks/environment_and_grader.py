@@ -118,12 +118,7 @@ _GRADED: tuple[tuple[str | None, int, float, str], ...] = (
     ("1692.0", 1692, 0.0, "a decimal point is neither sign nor digit"),
     ("9007199254740993", 9007199254740992, 0.0, "floats cannot tell these two apart"),
     ("1_692", 1692, 0.0, "int() reads an underscore; the rule does not"),
-    (
-        "١٦٩٢",
-        1692,
-        0.0,
-        "int() reads digits of other scripts; the rule does not",
-    ),
+    ("\u0661\u0666", 16, 0.0, "int() reads other scripts' digits; the rule does not"),
     ("", 1692, 0.0, "an empty reply has no last line"),
     (None, 1692, 0.0, "a reply can be None"),
     ("9" * 5000, 1692, 0.0, "int() refuses more than 4300 digits: reward 0, no error"),
@@ -147,7 +142,7 @@ def check_grader(answer: object) -> bool:
         if error is None and not isinstance(given, int | float):
             error = f"returns {shown(given)}, not 1.0 or 0.0"
         if error is not None or given != reward:
-            said = error or f"gives {given:g}, not {reward:g}"
+            said = error or f"gives {shown(given)}, not {reward}"
             mistakes.append(f"{shown(reply, 28)} for {expected}: {said}; {why}")
     if not mistakes:
         print(f"✓ all {len(_GRADED)} replies are graded right")
