@@ -7,6 +7,7 @@ what is wrong and what to think of. Whatever it is given, it returns a bool.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
@@ -192,9 +193,11 @@ def call(function: Callable[..., Any], *arguments: object) -> tuple[Any, str | N
     """Call a learner's function on copies of the arguments.
 
     Returns:
-        What it returned and None, or None and the exception in words.
+        What it returned (a generator's values as a list) and None, or None and the
+        exception in words.
     """
     try:
-        return function(*copy.deepcopy(arguments)), None
+        result = function(*copy.deepcopy(arguments))
+        return list(result) if inspect.isgenerator(result) else result, None
     except Exception as error:
         return None, f"raises {type(error).__name__}: {error}"

@@ -258,9 +258,9 @@ def _advantage_problem(groups: Groups, given: Any) -> str | None:
 
 def _few(groups: Groups) -> str:
     """Groups as text, short enough for one line."""
-    shown = [[round(value, 2) for value in group[:4]] for group in groups]
+    starts = [[round(value, 2) for value in group[:4]] for group in groups]
     parts = [
-        str(part)[:-1] + (", ...]" if len(group) > 4 else "]")
-        for part, group in zip(shown, groups, strict=True)
+        str(start)[:-1] + (", ...]" if len(group) > 4 else "]")
+        for start, group in zip(starts, groups, strict=True)
     ]
     return " ".join(parts)
