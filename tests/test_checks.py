@@ -151,7 +151,7 @@ def test_flat_share_solved() -> None:
         (0.95, 8, ..., "replace the ..."),
         (0.95, 8, 66, "between 0 and 1, got 66; 66 % is 0.66"),
         (0.95, 8, 0.7, "one rollout less"),  # 0.95^7 = 0.698
-        (0.05, 8, 0.0, "all right are flat too"),  # wrong: 0.95^8, right: nothing
+        (0.4, 2, 0.36, "groups all right are flat too"),  # 0.6^2 of 0.16 + 0.36
         (0.95, 8, 0.34, "take the rest"),  # 1 - 0.66
         (0.95, 8, 0.05, "not yet"),
         (0.5, 2, 0.25, "all wrong are flat too"),  # flat is 0.25 + 0.25
@@ -609,7 +609,7 @@ def test_advantage_function_solved(capsys: Capture) -> None:
             "raises ZeroDivisionError: float division by zero; a flat group has no",
         ),
         (zeros_for_flat, "returns 2 groups and only 1 can teach"),
-        (advantages_with(numpy_std, flat_below=0.0), "ten times 0.1"),
+        (advantages_with(numpy_std, flat_below=0.0), "three times 0.1"),
         (lambda groups: groups[0], "not a list of lists of numbers"),
         (lambda groups: None, "returns None, not a list of lists"),
         (lambda groups: [], "returns 0 groups and 1 can teach"),
