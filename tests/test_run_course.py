@@ -68,7 +68,7 @@ def test_solutions_run_only_if_asked_for(
         name = f"{number}_solutions.ipynb"
         write(course / "solutions", name, "SIZE = 1", "print('solved', SIZE)")
     assert run(runner, course, "--only", "01") == 0
-    assert "solutions" not in capsys.readouterr().out
+    assert "01_solutions" not in capsys.readouterr().out
     assert run(runner, course, "--only", "01", "--solutions", "-p", "SIZE", "3") == 0
     printed = capsys.readouterr().out
     assert printed.index("[1/2] 01_a.ipynb") < printed.index("[2/2] 01_solutions.ipynb")
