@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -75,6 +76,18 @@ def test_solutions_run_only_if_asked_for(
     assert "02_solutions" not in printed
     copy = course.parent / "out" / "01_solutions.ipynb"
     assert "solved 3" in copy.read_text()
+
+
+def test_times_are_written_and_added_up(
+    runner: ModuleType, course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = course.parent / "times.json"
+    assert run(runner, course, "--times", str(file)) == 0
+    times = json.loads(file.read_text())
+    assert list(times["seconds"]) == ["01_a", "02_b"]
+    assert times["total"] == pytest.approx(sum(times["seconds"].values()), abs=0.06)
+    printed = capsys.readouterr().out
+    assert f"2 notebooks passed in {times['total']:.0f} s" in printed
 
 
 def test_first_failure_stops_and_is_named(
