@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 IDS = [path.stem for path in NOTEBOOKS]
+SOLUTIONS = sorted((FOLDER / "solutions").glob("*.ipynb"))
+STORED = [*NOTEBOOKS, *SOLUTIONS]
+STORED_IDS = [path.stem for path in STORED]
 
 
 def read(path: Path) -> Any:
@@ -47,7 +50,7 @@ def printed(notebook: Any) -> str:
 # -- the stored form --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.mark.parametrize("path", STORED, ids=STORED_IDS)
 def test_stored_outputs_come_from_one_clean_run(path: Path) -> None:
     notebook = read(path)
     cells = code_cells(notebook)
@@ -61,17 +64,25 @@ def test_stored_outputs_come_from_one_clean_run(path: Path) -> None:
     assert not re.search(r"/(home|root|tmp|work|Users)/|Traceback|api_key=\w", text)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.mark.parametrize("path", STORED, ids=STORED_IDS)
 def test_the_kernel_is_nobodys_own(path: Path) -> None:
     assert read(path).metadata.kernelspec.name == "python3"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.mark.parametrize("path", STORED, ids=STORED_IDS)
 def test_cells_stay_short(path: Path) -> None:
     cells = [cell.source.splitlines() for cell in code_cells(read(path))]
     assert max(len(lines) for lines in cells) <= 40
     assert sorted(len(lines) for lines in cells)[len(cells) // 2] <= 12
     assert max(len(line) for lines in cells for line in lines) <= 88
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_a_notebook_fits_one_sitting(path: Path) -> None:
+    cells = read(path).cells
+    prose = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    assert 25 <= len(cells) <= 45
+    assert sum(len(text.split()) for text in prose) <= 1500
 
 
 def parameters_of(notebook: Any) -> dict[str, Any]:
@@ -127,7 +138,7 @@ def test_parameters_are_checked_before_anything_is_sent(path: Path) -> None:
     assert parameters < checked[0] < min(sent, default=len(sources))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.mark.parametrize("path", STORED, ids=STORED_IDS)
 def test_no_loop_is_started_inside_the_notebooks_own(path: Path) -> None:
     source = "\n".join(cell.source for cell in code_cells(read(path)))
     assert "asyncio.run" not in source
