@@ -45,7 +45,9 @@ from rlhelpers.advantages import (  # noqa: E402
 )
 from rlhelpers.analysis import classify_outcome  # noqa: E402
 from rlhelpers.arithmetic import grade_final_integer  # noqa: E402
+from rlhelpers.calibration import calibrate  # noqa: E402
 from rlhelpers.datums import RolloutFailed, make_datum, make_training_batch  # noqa: E402
+from rlhelpers.evaluation import evaluate  # noqa: E402
 from rlhelpers.sampling import PolicyAgent  # noqa: E402
 from rlhelpers.service import connect  # noqa: E402
 from rlhelpers.tasks import (  # noqa: E402
@@ -54,13 +56,7 @@ from rlhelpers.tasks import (  # noqa: E402
     make_taskset,
     split_taskset,
 )
-from rlhelpers.training import (  # noqa: E402
-    TrainConfig,
-    calibrate,
-    evaluate,
-    train,
-    train_step,
-)
+from rlhelpers.training import TrainConfig, train, train_step  # noqa: E402
 
 __all__ = [
     "PolicyAgent",

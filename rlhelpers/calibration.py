@@ -1,26 +1,42 @@
-"""What a calibration is asked, and what several of them say side by side.
+"""Calibration: sampling tasks before training, and reading what it says.
 
-The sampling itself is :func:`rlhelpers.training.calibrate`; here are the settings that
-a slider or a parameter cell fills in, the table that compares calibrations, and the
-reading of one calibration by operand range. Pure: no I/O, no service.
+:func:`calibrate` samples. Around it stand the settings that a slider or a parameter
+cell fills in, the table that compares calibrations, and the reading of one
+calibration by task and by operand range.
 """
 
 from __future__ import annotations
 
+import asyncio
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
 
-from rlhelpers.advantages import FLAT_SPREAD, sample_std
-from rlhelpers.analysis import CalibrationVerdict
+from rlhelpers.advantages import FLAT_SPREAD, sample_std, within_group_reward_std
+from rlhelpers.analysis import (
+    CalibrationVerdict,
+    OutcomeSummary,
+    summarize_outcomes,
+)
+from rlhelpers.metrics import RolloutRecord
+from rlhelpers.recording import (
+    Place,
+    make_run_dir,
+    need_tasks,
+    roll_out,
+    verdict_of,
+)
+from rlhelpers.sampling import PolicySampler, RolloutPlan, SamplingSettings
+from rlhelpers.service import TrainingSession
 from rlhelpers.tasks import make_taskset
 
 if TYPE_CHECKING:
     from hud.eval import Taskset
-
-    from rlhelpers.metrics import RolloutRecord
+    from hud.eval.task import Task
 
 Band = tuple[int, int]
 
@@ -245,3 +261,91 @@ def _band(operand: int, bands: Sequence[Band]) -> Band:
         if low <= operand <= high:
             return low, high
     raise ValueError(f"operand {operand} lies in none of the ranges {list(bands)}")
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """What a calibration found.
+
+    Attributes:
+        verdict: Whether there is anything to learn from, and why not; None for tasks
+            without outcome classes.
+        reward_mean: Mean reward of all rollouts.
+        within_group_std: Mean over groups of the sample standard deviation.
+        token_limit_share: Share of rollouts that the token limit cut off.
+        records: Every rollout, task by task.
+        run_dir: Where they are written.
+    """
+
+    verdict: CalibrationVerdict | None
+    reward_mean: float
+    within_group_std: float
+    token_limit_share: float
+    records: tuple[RolloutRecord, ...]
+    run_dir: Path
+
+    @property
+    def outcomes(self) -> OutcomeSummary:
+        """Outcome counts, token-limit hits and mean output tokens."""
+        return summarize_outcomes(self.records)
+
+    def samples(self, count: int = 4) -> list[RolloutRecord]:
+        """Some rollouts to read beside their rewards, both kinds where both exist."""
+        good = [record for record in self.records if record.reward > 0]
+        bad = [record for record in self.records if record.reward <= 0]
+        chosen = bad[: max(count // 2, count - len(good))]
+        return [*chosen, *good[: count - len(chosen)]]
+
+
+async def calibrate(
+    session: TrainingSession,
+    tasks: Taskset | Sequence[Task],
+    *,
+    group_size: int = 4,
+    settings: SamplingSettings | None = None,
+    sampler: PolicySampler | None = None,
+    seed: int = 0,
+    run_dir: str | Path | None = None,
+) -> CalibrationResult:
+    """Sample tasks before training, to see whether there is anything to learn from.
+
+    Args:
+        session: An open session.
+        tasks: The tasks; each makes one group.
+        group_size: Rollouts per task.
+        settings: How to sample; default: as in training, with the preset's limit.
+        sampler: What to sample; default: the policy as it is now.
+        seed: Seed of the rollouts.
+        run_dir: Where rollouts are written; default: a new folder under ``runs``.
+
+    Raises:
+        RolloutFailed: A rollout failed; the others are on disk.
+        ValueError: No tasks, or a group of less than 1.
+
+    Example:
+        >>> result = await calibrate(session, tasks)  # doctest: +SKIP
+        >>> print(result.verdict.headline)  # doctest: +SKIP
+    """
+    chosen = need_tasks(tasks, "calibrate")
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size}")
+    place = Place(make_run_dir(session, run_dir, "calibrate"))
+    plan = RolloutPlan(
+        phase="calibrate",
+        step=0,
+        seed=seed,
+        group_size=group_size,
+        settings=settings or SamplingSettings(session.preset.max_tokens),
+        job_id=uuid.uuid4().hex,
+    )
+    if sampler is None:
+        sampler = await asyncio.to_thread(session.current_sampler)
+    runs, records = await roll_out(session, sampler, chosen, plan=plan, place=place)
+    return CalibrationResult(
+        verdict=verdict_of(records),
+        reward_mean=sum(record.reward for record in records) / len(records),
+        within_group_std=within_group_reward_std(runs),
+        token_limit_share=sum(record.token_limit for record in records) / len(records),
+        records=tuple(records),
+        run_dir=place.run_dir,
+    )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rlhelpers.analysis import OutcomeSummary
 from rlhelpers.checkpoints import checkpoint_name
+from rlhelpers.evaluation import evaluate
 from rlhelpers.metrics import (
     DamagedFile,
     ResumeState,
@@ -31,7 +32,7 @@ from rlhelpers.tasks import (
     split_taskset,
     training_pairs,
 )
-from rlhelpers.training import TrainConfig, evaluate, train
+from rlhelpers.training import TrainConfig, train
 
 if TYPE_CHECKING:
     from hud.eval.task import Task

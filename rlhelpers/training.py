@@ -1,4 +1,4 @@
-"""Calibration, the training step, the loop around it, and evaluation.
+"""The training step and the loop around it.
 
 The variant of GRPO, in one line: advantages standardised within a group (n - 1), the
 loss summed over tokens, no KL term, one on-policy update per batch.
@@ -27,40 +27,33 @@ import numpy as np
 from fireworks.training.sdk import AdamParams
 from tqdm import tqdm
 
-from rlhelpers.advantages import (
-    Scale,
-    group_relative_advantages,
-    group_runs,
-    within_group_reward_std,
-)
-from rlhelpers.analysis import (
-    OUTCOMES,
-    CalibrationVerdict,
-    OutcomeSummary,
-    calibration_verdict,
-    summarize_outcomes,
-)
+from rlhelpers.advantages import Scale, within_group_reward_std
+from rlhelpers.analysis import OUTCOMES
 from rlhelpers.checkpoints import CheckpointError, checkpoint_name
-from rlhelpers.datums import RolloutFailed, check_run, make_training_batch
+from rlhelpers.datums import check_run, make_training_batch
 from rlhelpers.metrics import (
     ResumeState,
     RolloutRecord,
     StepMetrics,
     append_metrics,
-    append_rollouts,
     next_attempt,
     read_metrics,
     read_resume_state,
     write_resume_state,
 )
+from rlhelpers.recording import (
+    Place,
+    make_run_dir,
+    need_tasks,
+    roll_out,
+    verdict_of,
+)
 from rlhelpers.sampling import (
     PolicySampler,
     RolloutPlan,
     SamplingSettings,
-    collect_rollouts,
-    to_record,
 )
-from rlhelpers.service import TrainingSession, keep_spans_in
+from rlhelpers.service import TrainingSession
 from rlhelpers.tasks import TaskPool
 
 if TYPE_CHECKING:
@@ -204,277 +197,6 @@ class TrainConfig:
         )
 
 
-# -- rollouts, whatever they are for ----------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a phase writes, and how its rows are labelled."""
-
-    run_dir: Path
-    attempt: int = 1
-
-    @property
-    def run_id(self) -> str:
-        return self.run_dir.name
-
-    @property
-    def metrics(self) -> Path:
-        return self.run_dir / "metrics.jsonl"
-
-    @property
-    def resume(self) -> Path:
-        return self.run_dir / "resume.json"
-
-
-def _place(session: TrainingSession, run_dir: str | Path | None, label: str) -> Path:
-    folder = session.new_run_dir(label) if run_dir is None else Path(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _is_valid(run: Run) -> bool:
-    try:
-        check_run(run)
-    except RolloutFailed:
-        return False
-    return True
-
-
-def _records(
-    runs: Sequence[Run], tasks: Sequence[Task], place: _Place, scale: Scale | None
-) -> list[RolloutRecord]:
-    """Rows of the valid runs, with advantages where ``scale`` names a formula."""
-    valid = [run for run in runs if _is_valid(run)]
-    advantages: dict[int, float] = {}
-    # With a failed run no group is complete, and nothing is trained on.
-    if scale is not None and len(valid) == len(runs):
-        for group in group_runs(valid).values():
-            rewards = [run.grade.reward for run in group]
-            values = group_relative_advantages(rewards, scale=scale)
-            if any(values):
-                advantages |= dict(zip(map(id, group), values, strict=True))
-    return [
-        to_record(
-            run,
-            tasks[int(str(run.trace.extra["task_index"]))],
-            run_id=place.run_id,
-            attempt=place.attempt,
-            advantage=advantages.get(id(run)),
-        )
-        for run in valid
-    ]
-
-
-async def _roll_out(
-    session: TrainingSession,
-    sampler: PolicySampler,
-    tasks: Sequence[Task],
-    *,
-    plan: RolloutPlan,
-    place: _Place,
-    scale: Scale | None = None,
-    file: str = "rollouts.jsonl",
-) -> tuple[list[Run], list[RolloutRecord]]:
-    """Collect rollouts, writing what was collected before judging it."""
-    keep_spans_in(place.run_dir)
-    written: list[RolloutRecord] = []
-
-    def save(runs: list[Run]) -> None:
-        written.extend(_records(runs, tasks, place, scale))
-        append_rollouts(place.run_dir / file, written)
-
-    runs = await collect_rollouts(
-        sampler, tasks, plan=plan, runtime=await session.runtime(), save=save
-    )
-    return runs, written
-
-
-def _verdict(records: Sequence[RolloutRecord]) -> CalibrationVerdict | None:
-    """The calibration verdict, or None for tasks without outcome classes."""
-    if any(record.outcome is None for record in records):
-        return None
-    return calibration_verdict(records)
-
-
-def _need_tasks(tasks: Taskset | Sequence[Task], what: str) -> tuple[Task, ...]:
-    chosen = tuple(tasks)
-    if not chosen:
-        raise ValueError(f"{what} got no tasks; make a taskset with at least one")
-    return chosen
-
-
-# -- calibration ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CalibrationResult:
-    """What a calibration found.
-
-    Attributes:
-        verdict: Whether there is anything to learn from, and why not; None for tasks
-            without outcome classes.
-        reward_mean: Mean reward of all rollouts.
-        within_group_std: Mean over groups of the sample standard deviation.
-        token_limit_share: Share of rollouts that the token limit cut off.
-        records: Every rollout, task by task.
-        run_dir: Where they are written.
-    """
-
-    verdict: CalibrationVerdict | None
-    reward_mean: float
-    within_group_std: float
-    token_limit_share: float
-    records: tuple[RolloutRecord, ...]
-    run_dir: Path
-
-    @property
-    def outcomes(self) -> OutcomeSummary:
-        """Outcome counts, token-limit hits and mean output tokens."""
-        return summarize_outcomes(self.records)
-
-    def samples(self, count: int = 4) -> list[RolloutRecord]:
-        """Some rollouts to read beside their rewards, both kinds where both exist."""
-        good = [record for record in self.records if record.reward > 0]
-        bad = [record for record in self.records if record.reward <= 0]
-        chosen = bad[: max(count // 2, count - len(good))]
-        return [*chosen, *good[: count - len(chosen)]]
-
-
-async def calibrate(
-    session: TrainingSession,
-    tasks: Taskset | Sequence[Task],
-    *,
-    group_size: int = 4,
-    settings: SamplingSettings | None = None,
-    sampler: PolicySampler | None = None,
-    seed: int = 0,
-    run_dir: str | Path | None = None,
-) -> CalibrationResult:
-    """Sample tasks before training, to see whether there is anything to learn from.
-
-    Args:
-        session: An open session.
-        tasks: The tasks; each makes one group.
-        group_size: Rollouts per task.
-        settings: How to sample; default: as in training, with the preset's limit.
-        sampler: What to sample; default: the policy as it is now.
-        seed: Seed of the rollouts.
-        run_dir: Where rollouts are written; default: a new folder under ``runs``.
-
-    Raises:
-        RolloutFailed: A rollout failed; the others are on disk.
-        ValueError: No tasks, or a group of less than 1.
-
-    Example:
-        >>> result = await calibrate(session, tasks)  # doctest: +SKIP
-        >>> print(result.verdict.headline)  # doctest: +SKIP
-    """
-    chosen = _need_tasks(tasks, "calibrate")
-    if group_size < 1:
-        raise ValueError(f"group_size must be at least 1, got {group_size}")
-    place = _Place(_place(session, run_dir, "calibrate"))
-    plan = RolloutPlan(
-        phase="calibrate",
-        step=0,
-        seed=seed,
-        group_size=group_size,
-        settings=settings or SamplingSettings(session.preset.max_tokens),
-        job_id=uuid.uuid4().hex,
-    )
-    if sampler is None:
-        sampler = await asyncio.to_thread(session.current_sampler)
-    runs, records = await _roll_out(session, sampler, chosen, plan=plan, place=place)
-    return CalibrationResult(
-        verdict=_verdict(records),
-        reward_mean=sum(record.reward for record in records) / len(records),
-        within_group_std=within_group_reward_std(runs),
-        token_limit_share=sum(record.token_limit for record in records) / len(records),
-        records=tuple(records),
-        run_dir=place.run_dir,
-    )
-
-
-# -- evaluation -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """One greedy rollout of every held-out task.
-
-    Attributes:
-        phase: The name it was recorded under, such as "before" or "after".
-        snapshot: What was evaluated.
-        records: One rollout per task, in task order.
-        run_dir: Where they are written.
-    """
-
-    phase: str
-    snapshot: str
-    records: tuple[RolloutRecord, ...]
-    run_dir: Path
-
-    @property
-    def outcomes(self) -> OutcomeSummary:
-        """Outcome counts, token-limit hits and mean output tokens."""
-        return summarize_outcomes(self.records)
-
-    @property
-    def reward_mean(self) -> float:
-        """Mean reward; with rewards of 0 and 1 this is the accuracy."""
-        return sum(record.reward for record in self.records) / len(self.records)
-
-
-async def evaluate(
-    session: TrainingSession,
-    tasks: Taskset | Sequence[Task],
-    *,
-    phase: str = "evaluate",
-    sampler: PolicySampler | None = None,
-    snapshot: str | None = None,
-    settings: SamplingSettings | None = None,
-    step: int = 0,
-    seed: int = 0,
-    run_dir: str | Path | None = None,
-) -> EvaluationResult:
-    """Roll out every task once, greedily unless told otherwise.
-
-    Args:
-        session: An open session.
-        tasks: Held-out tasks.
-        phase: Name in the records, such as "before" or "after".
-        sampler, snapshot: What to evaluate: an open sampler, or the path of a sampler
-            checkpoint of this session; default: the policy as it is now.
-        settings: How to sample; default: greedy, with the preset's token limit.
-        step: Updates behind the evaluated weights, for the records.
-        seed: Seed of the rollouts; without effect on greedy ones.
-        run_dir: Where rollouts are written; default: a new folder under ``runs``.
-
-    Raises:
-        CheckpointError: ``snapshot`` is not a sampler checkpoint.
-        RolloutFailed: A rollout failed; the others are on disk.
-        ValueError: No tasks, or both ``sampler`` and ``snapshot``.
-    """
-    chosen = _need_tasks(tasks, "evaluate")
-    if sampler is not None and snapshot is not None:
-        raise ValueError("give evaluate either a sampler or a snapshot, not both")
-    if snapshot is not None:
-        sampler = await asyncio.to_thread(session.open_sampler, snapshot)
-    elif sampler is None:
-        sampler = await asyncio.to_thread(session.current_sampler)
-    place = _Place(_place(session, run_dir, phase))
-    plan = RolloutPlan(
-        phase=phase,
-        step=step,
-        seed=seed,
-        group_size=1,
-        settings=settings or SamplingSettings.greedy(session.preset.max_tokens),
-        job_id=uuid.uuid4().hex,
-    )
-    _, records = await _roll_out(session, sampler, chosen, plan=plan, place=place)
-    return EvaluationResult(phase, sampler.snapshot, tuple(records), place.run_dir)
-
-
 # -- one step ---------------------------------------------------------------------
 
 
@@ -587,7 +309,7 @@ def _ratio_error(
 
 def _no_signal_note(records: Sequence[RolloutRecord], note: str | None) -> str:
     """Why no group has a spread, with the remedy that calibration would name."""
-    verdict = _verdict(records)
+    verdict = verdict_of(records)
     advice = (
         "Change the tasks, or use larger groups."
         if verdict is None
@@ -630,14 +352,14 @@ async def train_step(
         TokenLimitReached: The session's token limit would be passed.
     """
     config = config or TrainConfig.from_preset(session.preset)
-    folder = _place(session, run_dir, "step")
+    folder = make_run_dir(session, run_dir, "step")
     attempt = next_attempt(folder / "metrics.jsonl", step)
     return await _step(
         session,
-        _need_tasks(tasks, "train_step"),
+        need_tasks(tasks, "train_step"),
         step=step,
         config=config,
-        place=_Place(folder, attempt),
+        place=Place(folder, attempt),
         job_id=uuid.uuid4().hex,
         note=note,
     )
@@ -649,7 +371,7 @@ async def _step(
     *,
     step: int,
     config: TrainConfig,
-    place: _Place,
+    place: Place,
     job_id: str,
     note: str | None,
     watch: Sequence[Task] = (),
@@ -671,7 +393,7 @@ async def _step(
         job_id=job_id,
     )
     before, idle = time.perf_counter(), sampler.clock.seconds
-    runs, records = await _roll_out(
+    runs, records = await roll_out(
         session, sampler, tasks, plan=plan, place=place, scale=config.advantage_scale
     )
     clock.rollouts = time.perf_counter() - before
@@ -785,7 +507,7 @@ async def _watch(
     sampler: PolicySampler,
     tasks: Sequence[Task],
     step: int,
-    place: _Place,
+    place: Place,
     config: TrainConfig,
 ) -> None:
     """Record greedy replies to fixed prompts, to read how the policy changes."""
@@ -797,7 +519,7 @@ async def _watch(
         settings=SamplingSettings.greedy(config.max_tokens),
         job_id=uuid.uuid4().hex,
     )
-    await _roll_out(session, sampler, tasks, plan=plan, place=place, file="watch.jsonl")
+    await roll_out(session, sampler, tasks, plan=plan, place=place, file="watch.jsonl")
 
 
 # -- the loop ---------------------------------------------------------------------
@@ -838,7 +560,7 @@ class _Loop:
 
     session: TrainingSession
     config: TrainConfig
-    place: _Place
+    place: Place
     done: int = 0
     saved: int | None = None
     state: str = ""
@@ -912,7 +634,7 @@ async def train(
     if resume and run_dir is None:
         raise ValueError("resume=True needs run_dir, the folder of the run to continue")
     tasks = _as_pool(pool, config)
-    folder = _place(session, run_dir, "train")
+    folder = make_run_dir(session, run_dir, "train")
     loop = await _begin(session, config, folder, resume=resume)
     bar = tqdm(
         total=config.steps,
@@ -960,7 +682,7 @@ async def _begin(
     session: TrainingSession, config: TrainConfig, folder: Path, *, resume: bool
 ) -> _Loop:
     """Start a run, or take it up where its last checkpoint stands."""
-    place = _Place(folder)
+    place = Place(folder)
     if resume and place.resume.exists():
         state = read_resume_state(place.resume)
         _check_resumable(state, session, config, place)
@@ -971,7 +693,7 @@ async def _begin(
         return _Loop(
             session,
             config,
-            _Place(folder, attempt),
+            Place(folder, attempt),
             done=done,
             saved=done,
             state=state.checkpoint,
@@ -985,11 +707,11 @@ async def _begin(
         # A run's step 1 starts from fresh weights, whatever was tried before it.
         print(f"Leaving {session.updates} earlier updates behind: fresh weights.")
         await asyncio.to_thread(session.new_policy)
-    return _Loop(session, config, _Place(folder, next_attempt(place.metrics, 1)))
+    return _Loop(session, config, Place(folder, next_attempt(place.metrics, 1)))
 
 
 def _check_resumable(
-    state: ResumeState, session: TrainingSession, config: TrainConfig, place: _Place
+    state: ResumeState, session: TrainingSession, config: TrainConfig, place: Place
 ) -> None:
     """Refuse to continue a run as another one; nothing was sent yet."""
     if state.base_model != session.preset.base_model:

@@ -24,6 +24,7 @@ from hud.eval.runtime import LocalRuntime
 from noise_policy import env, plain
 
 from rlhelpers import preflight
+from rlhelpers.evaluation import evaluate
 from rlhelpers.local import LocalService, server
 from rlhelpers.metrics import read_metrics, read_resume_state, read_rollouts
 from rlhelpers.models import PRESETS, TINY_POLICY_FOLDER, ModelPreset
@@ -31,7 +32,7 @@ from rlhelpers.preflight import MissingKey, TokenizerUnavailable
 from rlhelpers.refusals import ServiceRefused
 from rlhelpers.sampling import SamplingSettings
 from rlhelpers.service import TrainingSession, connect
-from rlhelpers.training import TrainConfig, evaluate, train, train_step
+from rlhelpers.training import TrainConfig, train, train_step
 from rlhelpers.usage import TokenLimitReached
 
 KEY = "fw_secret_0123456789"

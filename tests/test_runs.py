@@ -143,8 +143,8 @@ async def test_a_later_session_resumes_the_policy_of_the_run(
 ) -> None:
     with connect(model=preset, runs_dir=tmp_path, quiet=True) as session:
         session.resume(run.state.checkpoint)
+        from rlhelpers.evaluation import evaluate
         from rlhelpers.sampling import SamplingSettings
-        from rlhelpers.training import evaluate
 
         again = await evaluate(
             session,

@@ -13,6 +13,7 @@ from hud.eval.runtime import LocalRuntime
 from noise_policy import broken, build_tokenizer, plain
 
 from rlhelpers.datums import RolloutFailed, check_run
+from rlhelpers.evaluation import evaluate
 from rlhelpers.metrics import read_rollouts
 from rlhelpers.models import WorkedExample
 from rlhelpers.sampling import (
@@ -31,7 +32,6 @@ from rlhelpers.sampling import (
     to_record,
 )
 from rlhelpers.service import TrainingSession, connect
-from rlhelpers.training import evaluate
 from rlhelpers.usage import (
     PlannedWork,
     TokenCounts,

@@ -15,8 +15,10 @@ import pytest
 from hud.eval.runtime import LocalRuntime
 from noise_policy import broken, env, flat, plain
 
+from rlhelpers.calibration import calibrate
 from rlhelpers.checkpoints import CheckpointError
 from rlhelpers.datums import RolloutFailed
+from rlhelpers.evaluation import evaluate
 from rlhelpers.metrics import read_metrics, read_resume_state, read_rollouts
 from rlhelpers.models import PRESETS, ModelPreset
 from rlhelpers.sampling import SamplingSettings
@@ -26,8 +28,6 @@ from rlhelpers.training import (
     NoUpdate,
     StepResult,
     TrainConfig,
-    calibrate,
-    evaluate,
     train,
     train_step,
 )
