@@ -441,7 +441,7 @@ def rows_per_tile(base: BaseModel) -> int:
     A row that nobody occupies still costs its share of the forward pass, which only
     a small model can afford.
     """
-    return 64 if base.is_small else 16
+    return 64 if base.is_small else 32
 
 
 @torch.inference_mode()

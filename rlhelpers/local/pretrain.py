@@ -53,6 +53,7 @@ from rlhelpers.local.corpus import (
     render_prompt,
     write_work,
 )
+from rlhelpers.local.muon import StackedMuon
 
 DEFAULT_OUT = Path("data/tiny-policy")
 TOKEN_LIMIT = 160
@@ -92,13 +93,13 @@ class Phase:
 HABITS = HabitRates(no_work=0.85)
 
 PHASES = (
-    Phase("form", 600, 1.0, 1.0),
-    Phase("work", 2_000, 0.3, 0.3),
-    Phase("settle", 2_200, 0.3, 0.19, sums=16),
-    Phase("carry", 1_800, 0.19, 0.14, sums=32),
-    Phase("habits", 1_300, 0.14, 0.07, rates=HABITS, replies=24, works=16, sums=16),
+    Phase("form", 500, 1.0, 1.0),
+    Phase("work", 1_700, 0.3, 0.3),
+    Phase("settle", 1_650, 0.3, 0.19, sums=16),
+    Phase("carry", 1_550, 0.19, 0.14, sums=32),
+    Phase("habits", 1_100, 0.14, 0.07, rates=HABITS, replies=24, works=16, sums=16),
     Phase(
-        "polish", 1_100, 0.07, 0.0, POLISH_MIX, HABITS, replies=24, works=24, sums=16
+        "polish", 1_000, 0.07, 0.0, POLISH_MIX, HABITS, replies=24, works=24, sums=16
     ),
     Phase(
         "finish",
@@ -260,7 +261,7 @@ def build_optimizers(
         is_matrix = parameter.ndim == 2 and "embed" not in name
         (hidden if is_matrix else rest).append(parameter)
     return [
-        torch.optim.Muon(hidden, lr=config.muon_lr, weight_decay=config.weight_decay),
+        StackedMuon(hidden, lr=config.muon_lr, weight_decay=config.weight_decay),
         torch.optim.AdamW(rest, lr=config.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
