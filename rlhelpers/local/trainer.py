@@ -137,6 +137,11 @@ class PolicyTrainer:
         optimizer = torch.optim.AdamW(parameters.values(), weight_decay=0.0)
         self._adapters[model_id] = _Adapter(name, settings, parameters, optimizer)
 
+    @property
+    def has_models(self) -> bool:
+        """Whether any client's adapter is attached."""
+        return bool(self._adapters)
+
     def unload(self, model_id: str) -> None:
         """Forget an adapter, its gradients and its optimizer; twice is no error."""
         adapter = self._adapters.pop(model_id, None)
