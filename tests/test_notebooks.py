@@ -281,6 +281,28 @@ def check_06(notebook: Any, folder: Path) -> None:
     assert "✓ the same greedy replies, token by token" in text
 
 
+def check_10(notebook: Any, folder: Path) -> None:
+    (sampled,) = calibrations(folder)
+    assert len(sampled) == 4 * 4  # two steps' tasks, each GROUP_SIZE times
+    for label in ("gamed", "cured"):
+        (metrics,) = folder.glob(f"{label}-*/metrics.jsonl")
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        assert [row["step"] for row in rows] == [1, 2]
+        assert {row["rollouts"] for row in rows} == {8}
+        assert {row["max_tokens"] for row in rows} == {64}
+        assert {row["learning_rate"] for row in rows} == {1e-3}
+        records = metrics.with_name("rollouts.jsonl").read_text().splitlines()
+        after = [r for r in map(json.loads, records) if r["phase"] == "after"]
+        assert len(after) == 6
+    operands = [value for row in sampled for value in row["args"].values()]
+    assert min(operands) >= 2
+    assert max(operands) <= 12
+    text = printed(notebook)
+    assert "6 held out" in text
+    assert "✓ grading again cost no token" in text
+    assert "Token ceiling    5,000,000" in text  # TOKEN_LIMIT
+
+
 Check = Callable[[Any, Path], None]
 CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
     "01_environment_and_grader": (
@@ -356,6 +378,22 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
         },
         check_06,
+    ),
+    "10_reward_design": (
+        {
+            "SEED": 5,
+            "MIN_OPERAND": 2,
+            "MAX_OPERAND": 12,
+            "STEPS": 2,
+            "TASKS_PER_STEP": 2,
+            "GROUP_SIZE": 4,
+            "MAX_TOKENS": 64,
+            "LEARNING_RATE": 1e-3,
+            "EVALUATION_TASKS": 6,
+            "TOKEN_LIMIT": 5_000_000,
+            "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
+        },
+        check_10,
     ),
 }
 
