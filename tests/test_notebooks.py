@@ -211,6 +211,7 @@ def check_04(notebook: Any, folder: Path) -> None:
     assert {row["rollouts"] for row in rows} == {8}
     assert {row["max_tokens"] for row in rows} == {64}
     assert {row["learning_rate"] for row in rows} == {1e-3}
+    assert [row["kl"] is not None for row in rows] == [False, True, False]
     rollouts = metrics.with_name("rollouts.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in rollouts]
     before = [record for record in records if record["phase"] == "before"]
@@ -348,6 +349,7 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "MAX_TOKENS": 64,
             "LEARNING_RATE": 1e-3,
             "EVALUATION_TASKS": 6,
+            "KL_EVERY": 2,
             "INTERRUPT_AFTER": 1,
             "TOKEN_LIMIT": 123_456,
             "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py

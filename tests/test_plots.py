@@ -139,6 +139,23 @@ def test_dashboard_shows_kl_only_where_it_was_measured(
     assert last_title(measured) == "KL to the base model"
 
 
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [
+        ([0.0, 0.5], (0.0, 0.55)),
+        ([-0.01, 0.5], (-0.011, 0.55)),  # an estimate below 0 stays in sight
+        ([1e-6, 2e-6], (0.0, 0.01)),  # noise around 0 does not fill the panel
+    ],
+)
+def test_the_kl_panel_has_room_for_what_was_measured(
+    values: list[float], limits: tuple[float, float]
+) -> None:
+    rows = [StepMetrics.example(step=s, kl=kl) for s, kl in enumerate(values, start=1)]
+    figure = plots.plot_training_dashboard(rows)
+    (axes,) = (a for a in figure.axes if a.get_title().startswith("KL"))
+    assert axes.get_ylim() == pytest.approx(limits)
+
+
 def test_outcome_counts_stand_on_the_bars(rollouts: list[Any]) -> None:
     axes = plots.plot_outcomes(rollouts[:12], rollouts).axes[0]
     assert [text.get_text() for text in axes.texts] == ["4"] * 3 + ["0"] + (
