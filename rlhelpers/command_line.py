@@ -19,7 +19,7 @@ from typing import Any
 
 from rlhelpers.command_settings import (
     as_flags,
-    changed_tasks,
+    changed_settings,
     read_settings,
 )
 from rlhelpers.commands import (
@@ -89,15 +89,15 @@ def _dispatch(command: str, given: dict[str, Any]) -> int:
     if command == "diagnose":
         return int(diagnose_command(given["run"]))
     settings, folder = read_settings(given)
-    changed = changed_tasks(given, folder) if folder is not None else []
+    changed = changed_settings(given, folder) if folder is not None else []
     if command == "calibrate":
         calibrate_command(settings)
     elif command == "evaluate":
         evaluate_command(settings, folder, own=bool(changed))
     elif changed:
         raise ValueError(
-            f"{folder} would get other tasks by {', '.join(changed)}: leave that out, "
-            "or start a new run"
+            f"the run in {folder} cannot go on with {', '.join(changed)}: leave that "
+            "out, or start a new run"
         )
     else:
         train_command(settings, folder)

@@ -24,8 +24,8 @@ from rlhelpers.training import TrainConfig
 
 COMMAND_FILE = "command.json"
 
-#: Settings that say which tasks a run trains on and holds out; a resume keeps them.
-TASK_SETTINGS = (
+#: Settings that say what a run trains on and holds out, which a resume must keep.
+RUN_SETTINGS = (
     "backend",
     "model",
     "seed",
@@ -38,6 +38,7 @@ TASK_SETTINGS = (
     "taskset",
     "evaluation_tasks",
     "tasks_per_step",
+    "group_size",
     "fixed_tasks",
 )
 _NOT_KEPT = ("run_dir", "debug_samples")
@@ -193,14 +194,36 @@ def read_settings(given: Mapping[str, Any]) -> tuple[Settings, Path | None]:
     return Settings(**merged), folder
 
 
-def changed_tasks(given: Mapping[str, Any], folder: Path) -> list[str]:
-    """Flags that would change which tasks a run has, as ``"--seed 1 (was 0)"``."""
-    kept = Settings(**_kept_settings(folder))
+def changed_settings(given: Mapping[str, Any], folder: Path) -> list[str]:
+    """What flags would change of a run's :data:`RUN_SETTINGS`.
+
+    Returns:
+        Each as ``"--seed 1 (was 0)"``. A flag that says what holds anyway is none.
+    """
+    kept = _kept_settings(folder)
+    then, now = (_in_effect(Settings(**values)) for values in (kept, {**kept, **given}))
     return [
-        f"{flag(name)} {given[name]} (was {getattr(kept, name)})"
-        for name in TASK_SETTINGS
-        if name in given and given[name] != getattr(kept, name)
+        f"{flag(name)} {now[name]} (was {then[name]})"
+        for name in RUN_SETTINGS
+        if name in given and now[name] != then[name]
     ]
+
+
+def _in_effect(settings: Settings) -> dict[str, Any]:
+    (min_a, max_a), (min_b, max_b) = settings.operands
+    preset = settings.preset
+    return {
+        **vars(settings),
+        "model": preset.name,
+        "min_a": min_a,
+        "max_a": max_a,
+        "min_b": min_b,
+        "max_b": max_b,
+        "evaluation_tasks": settings.held_out,
+        "tasks_per_step": _or(settings.tasks_per_step, preset.tasks_per_step),
+        "group_size": _or(settings.group_size, preset.group_size),
+        "fixed_tasks": bool(settings.fixed_tasks),
+    }
 
 
 def _kept_settings(folder: Path) -> dict[str, Any]:

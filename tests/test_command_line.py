@@ -393,7 +393,10 @@ def test_a_finished_run_goes_on_with_the_same_held_out_tasks(
 
     code, out, err = cli("train", "--resume-from", str(run_dir), "--seed", "5")
     assert (code, out) == (2, "")
-    assert "would get other tasks by --seed 5 (was 0): leave that out" in err
+    assert "cannot go on with --seed 5 (was 0): leave that out" in err
+    code, out, err = cli("train", "--resume-from", str(run_dir), "--group-size", "8")
+    assert (code, out) == (2, "")
+    assert "--group-size 8 (was 4)" in err
 
 
 def test_a_checkpoint_begins_a_new_run(
