@@ -179,19 +179,26 @@ def read_settings(given: Mapping[str, Any]) -> tuple[Settings, Path | None]:
         return Settings(**given), None
     folder = Path(target)
     if not folder.is_dir():
-        try:
-            require_training_checkpoint(target)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"resume_from is neither a run's folder (there is no {target!r} here) "
-                f"nor a training checkpoint: {error}"
-            ) from error
+        _require_checkpoint_path(target)
         return Settings(**given), None
     saved = _kept_settings(folder)
     merged = {**saved, **given, "resume_from": saved.get("resume_from")}
     if "runs_dir" not in given and (folder.parent / "service").is_dir():
         merged["runs_dir"] = str(folder.parent)
     return Settings(**merged), folder
+
+
+def _require_checkpoint_path(target: str) -> None:
+    try:
+        known = require_training_checkpoint(target).run_id is not None
+        reason = "a checkpoint's path is <account>/run-<32 hex digits>/<name>"
+    except CheckpointError as error:
+        known, reason = False, str(error)
+    if not known:
+        raise CheckpointError(
+            f"resume_from is neither a run's folder (there is no {target!r} here) nor "
+            f"a training checkpoint: {reason}"
+        )
 
 
 def changed_settings(given: Mapping[str, Any], folder: Path) -> list[str]:

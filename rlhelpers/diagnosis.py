@@ -152,7 +152,8 @@ class Diagnosis:
         if not self.findings:
             return f"Nothing looks wrong: {read}"
         numbered = (f"{n}. {finding}" for n, finding in enumerate(self.findings, 1))
-        return "\n".join([f"{len(self.findings)} findings: {read}", *numbered])
+        count = f"{len(self)} finding" + ("s" if len(self) > 1 else "")
+        return "\n".join([f"{count}: {read}", *numbered])
 
     def _repr_markdown_(self) -> str:
         head, *_ = str(self).split("\n")
@@ -228,7 +229,7 @@ def check_rewards(run: RunFiles) -> Finding | None:
         code="bad_reward",
         area="environment",
         headline="Some rewards are missing or not finite.",
-        numbers=f"{len(bad)} rollouts, the first: {bad[0].error}",
+        numbers=f"{len(bad)} in all, the first: {bad[0].error}",
         advice="The grader must pay a number for every reply: call it on empty, long "
         "and absurd replies, and fix what gives no number. Such a rollout is never "
         "trained on.",
@@ -602,7 +603,7 @@ def check_files(run: RunFiles) -> Finding | None:
         code="damaged_file",
         area="framework",
         headline="Some of the run's files cannot be read whole.",
-        numbers=f"{len(lines)} places, the first: {lines[0].error}",
+        numbers=f"{len(lines)} in all, the first: {lines[0].error}",
         advice="Was the disk full, or does another process write to this folder? "
         "Everything else here was judged without these lines.",
     )

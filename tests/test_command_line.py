@@ -52,7 +52,7 @@ def words(text: str) -> list[str]:
 
 
 SMALL = words(
-    "--steps 2 --tasks-per-step 2 --group-size 4 --max-tokens 64 --evaluation-tasks 4"
+    "--steps 2 --tasks-per-step 4 --group-size 6 --max-tokens 64 --evaluation-tasks 4"
 )
 
 
@@ -84,10 +84,10 @@ def refuse(*arguments: str) -> int:
 async def by_hand(folder: Path, steps: int = 2) -> Path:
     """What notebook 04 does, written out, with the small settings."""
     config = TrainConfig.from_preset(
-        TINY, steps=steps, tasks_per_step=2, group_size=4, max_tokens=64, seed=3
+        TINY, steps=steps, tasks_per_step=4, group_size=6, max_tokens=64, seed=3
     )
     ranges = {"min_a": 10, "max_a": 99, "min_b": 10, "max_b": 99}
-    count = training_pairs(steps, 2, 4, operand_pairs(**ranges).size)
+    count = training_pairs(steps, 4, 4, operand_pairs(**ranges).size)
     tasks = make_taskset(count + 4, **ranges, seed=3)
     training, held_out = split_taskset(tasks, train=count, held_out=4, seed=3)
     with connect(runs_dir=folder, seed=3, quiet=True) as session:
@@ -135,6 +135,7 @@ def test_training_gives_what_the_notebook_gives(
     assert run is not None  # where notebooks 05 and 06 look for it
     for phase in ("before", "train", "after"):
         assert replies(run.run_dir, phase) == replies(expected, phase)
+    assert any(row.updated for row in run.metrics)
     assert [row.reward_mean for row in run.metrics] == [
         row.reward_mean for row in read_metrics(expected / "metrics.jsonl")
     ]
@@ -145,8 +146,8 @@ def test_training_gives_what_the_notebook_gives(
     assert "Diagnosis. " in out
     assert str(run.run_dir / "rollouts.jsonl") in out
     assert run.state.checkpoint in out
-    # 16 training rollouts, twice 4 held-out tasks, 3 watch prompts at 2 looks.
-    assert "Rollouts planned 30" in out
+    # 48 training rollouts, twice 4 held-out tasks, 3 watch prompts at 2 looks.
+    assert "Rollouts planned 62" in out
 
 
 def test_calibration_gives_what_the_notebook_gives(
@@ -187,7 +188,7 @@ def test_evaluation_of_base_run_and_other_tasks(
     assert code == 0
     run = find_run(tmp_path, TINY)
     assert run is not None
-    flags = "--steps 2 --tasks-per-step 2 --max-tokens 64 --evaluation-tasks 4"
+    flags = "--steps 2 --tasks-per-step 4 --max-tokens 64 --evaluation-tasks 4"
     code, out, _ = cli("evaluate", *words(flags), "--debug-samples", "1")
     assert code == 0
     assert "held out" in out
@@ -387,8 +388,8 @@ def test_a_finished_run_goes_on_with_the_same_held_out_tasks(
     assert [task for _, task, *_ in replies(run_dir, "after")] == [
         task for _, task, *_ in before
     ]
-    # Two steps of two tasks were drawn; then the pool is reshuffled, and says so.
-    assert "all 4 training tasks were used" in out
+    # Two steps of four tasks were drawn; then the pool is reshuffled, and says so.
+    assert "all 8 training tasks were used" in out
     assert json.loads((run_dir / "command.json").read_text())["drawn_for"] == 2
 
     code, out, err = cli("train", "--resume-from", str(run_dir), "--seed", "5")
@@ -396,7 +397,7 @@ def test_a_finished_run_goes_on_with_the_same_held_out_tasks(
     assert "cannot go on with --seed 5 (was 0): leave that out" in err
     code, out, err = cli("train", "--resume-from", str(run_dir), "--group-size", "8")
     assert (code, out) == (2, "")
-    assert "--group-size 8 (was 4)" in err
+    assert "--group-size 8 (was 6)" in err
 
 
 def test_a_checkpoint_begins_a_new_run(

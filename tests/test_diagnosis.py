@@ -171,7 +171,7 @@ def test_a_reward_that_is_no_finite_number(tmp_path: Path, reward: str) -> None:
         file.write(line + "\n")
     finding = only(diagnose(folder), "bad_reward")
     assert finding.area == "environment"
-    assert "1 rollouts, the first: " in finding.numbers
+    assert "1 in all, the first: " in finding.numbers
     assert "line 17" in finding.numbers
 
 
@@ -506,7 +506,7 @@ def test_a_damaged_line_is_named_and_the_rest_is_judged(tmp_path: Path) -> None:
     (folder / "resume.json").write_text("{")
     diagnosis = diagnose(folder)
     finding = only(diagnosis, "damaged_file")
-    assert "2 places, the first: " in finding.numbers
+    assert "2 in all, the first: " in finding.numbers
     assert "metrics.jsonl, line 3: not a complete JSON row" in finding.numbers
     assert diagnosis.steps == 2
 
