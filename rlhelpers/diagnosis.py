@@ -33,6 +33,7 @@ from rlhelpers.metrics import (
     ResumeState,
     RolloutRecord,
     StepMetrics,
+    latest_step,
     read_resume_state,
     salvage_metrics,
     salvage_rollouts,
@@ -381,7 +382,8 @@ def check_failed_rollouts(run: RunFiles) -> Finding | None:
     asked = _rollouts_per_step(run)
     if begun and asked is not None and len(begun) < asked:
         return _failed(f"step {begun[-1].step}", len(begun), asked)
-    before, after = len(run.phase("before")), len(run.phase("after"))
+    before = len(run.phase("before"))
+    after = len(latest_step(run.phase("after")))
     if before and after and before != after:
         smaller = "before" if before < after else "after"
         return _failed(f"phase {smaller!r}", min(before, after), max(before, after))

@@ -261,6 +261,16 @@ def read_rollouts(
     ]
 
 
+def latest_step(records: Iterable[RolloutRecord]) -> list[RolloutRecord]:
+    """The records of the highest step among them.
+
+    A run that went on after its end has one evaluation for each of its ends.
+    """
+    rows = list(records)
+    last = max((row.step for row in rows), default=0)
+    return [row for row in rows if row.step == last]
+
+
 # Damaged files
 
 

@@ -20,6 +20,7 @@ from rlhelpers import (
     TrainConfig,
     calibrate,
     connect,
+    diagnose,
     evaluate,
     make_taskset,
     split_taskset,
@@ -115,6 +116,7 @@ async def by_hand(folder: Path, steps: int = 2) -> Path:
             phase="after",
             sampler=result.sampler,
             settings=greedy,
+            step=steps,
             run_dir=run_dir,
         )
     return run_dir
@@ -385,9 +387,10 @@ def test_a_finished_run_goes_on_with_the_same_held_out_tasks(
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2, 3, 4]
     assert replies(run_dir, "before") == before
-    assert [task for _, task, *_ in replies(run_dir, "after")] == [
-        task for _, task, *_ in before
-    ]
+    # An evaluation stands at each of the two ends, of the same tasks.
+    after = [(step, task) for step, task, *_ in replies(run_dir, "after")]
+    assert after == [(end, row[1]) for end in (2, 4) for row in before]
+    assert "failed_rollouts" not in diagnose(run_dir).codes
     # Two steps of four tasks were drawn; then the pool is reshuffled, and says so.
     assert "all 8 training tasks were used" in out
     assert json.loads((run_dir / "command.json").read_text())["drawn_for"] == 2
@@ -546,7 +549,9 @@ def test_a_notebooks_run_is_taken_up(
     assert (code, err) == (0, "")
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2, 3]
-    assert len(replies(run_dir, "after")) == 4
+    run = find_run(tmp_path, TINY)
+    assert run is not None  # its last evaluation is the one that counts
+    assert [row.step for row in run.after] == [3] * 4
 
 
 def test_a_run_with_other_held_out_tasks_is_refused(
