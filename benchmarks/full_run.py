@@ -2,11 +2,14 @@
 
     python benchmarks/full_run.py                # seeds 0 to 4
     python benchmarks/full_run.py --seeds 0 0    # one seed twice: does it repeat?
+    python benchmarks/full_run.py --record data/full_run.md    # the documents' tables
 
 Every seed trains a fresh adapter through the SDK, HTTP and HUD, on the same split.
 Prints a table with 95 % Wilson intervals, the time of a step by part, the largest
 |ratio - 1| of any trained token, and whether runs of one seed earned the same rewards
-step by step. Writes the same as JSON beside the runs.
+step by step. Writes the same as JSON beside the runs. With ``--record`` it also writes
+the two tables that the README and the model card quote; ``--rows`` makes them from the
+JSON of an earlier run.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import asyncio
 import dataclasses
 import json
 import time
+from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +150,62 @@ def report(rows: list[dict[str, Any]]) -> None:
             )
 
 
+def summary_table(rows: list[dict[str, Any]]) -> str:
+    """Before and after in five lines; a range where the seeds differ."""
+
+    def cells(value: Callable[[dict[str, Any]], float], form: str) -> list[str]:
+        shown = []
+        for side in ("before", "after"):
+            values = [value(row[side]) for row in rows]
+            low, high = f"{min(values):{form}}", f"{max(values):{form}}"
+            shown.append(low if low == high else f"{low} to {high}")
+        return shown
+
+    before, after = cells(lambda side: 100 * side["correct"] / side["n"], ".1f")
+    lines = [
+        f"| | before | after, {len(rows)} seeds |",
+        "|---|---:|---:|",
+        f"| accuracy | {before} % | {after} % |",
+    ]
+    for name, column, form in (
+        ("invalid final line", "invalid_final_line", "d"),
+        ("wrong integer", "wrong_integer", "d"),
+        ("token limit hit", "token_limit", "d"),
+        ("mean output tokens", "mean_output_tokens", ".1f"),
+    ):
+        before, after = cells(itemgetter(column), form)
+        lines.append(f"| {name} | {before} | {after} |")
+    return "\n".join(lines)
+
+
+def seeds_table(rows: list[dict[str, Any]]) -> str:
+    """One line before training, and one for each seed after it."""
+    lines = [
+        "| | accuracy | wrong integer | invalid final line | token limit "
+        "| mean tokens |",
+        "|---|---|---|---|---|---|",
+    ]
+    sides = [("before", rows[0]["before"])]
+    sides += [(f"after, seed {row['seed']}", row["after"]) for row in rows]
+    for name, s in sides:
+        low, high = wilson_interval(s["correct"], s["n"])
+        lines.append(
+            f"| {name} | {s['correct'] / s['n']:.1%} ({100 * low:.1f} to "
+            f"{100 * high:.1f}) | {s['wrong_integer']} | {s['invalid_final_line']} "
+            f"| {s['token_limit']} | {s['mean_output_tokens']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def record(rows: list[dict[str, Any]], target: Path) -> None:
+    """Write the tables that other documents quote; scripts/quotes.py copies them."""
+    tables = {"five-seeds": summary_table(rows), "seeds": seeds_table(rows)}
+    parts = ["Written by `python benchmarks/full_run.py --record`."]
+    parts += [f"<!-- {n} -->\n\n{t}\n\n<!-- /{n} -->" for n, t in tables.items()]
+    target.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    print(f"tables written to {target}")
+
+
 async def main() -> None:
     """Run the seeds one after another."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -155,7 +216,15 @@ async def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=None)
     parser.add_argument("--model", default=None)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the tables")
+    parser.add_argument("--rows", type=Path, metavar="JSON", help="of an earlier run")
     options = parser.parse_args()
+    if options.rows is not None:
+        rows = json.loads(options.rows.read_text(encoding="utf-8"))
+        report(rows)
+        if options.record is not None:
+            record(rows, options.record)
+        return
     rows = []
     for seed in options.seeds:
         rows.append(await run_seed(seed, options))
@@ -165,6 +234,8 @@ async def main() -> None:
     target = options.runs_dir / f"full-run-{time.strftime('%Y%m%d-%H%M%S')}.json"
     target.write_text(json.dumps(rows, indent=1))
     print(f"written to {target}")
+    if options.record is not None:
+        record(rows, options.record)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The course's plots, over the rows of :mod:`rlhelpers.metrics`.
 
 Every function returns a figure and does not show it; it is already closed in pyplot,
-so a cell that ends in the call leaves exactly one image. Colours are those of Okabe
+so a cell that ends in the call leaves exactly one image. ``print`` of a figure says in
+words what it shows (:mod:`rlhelpers.plot_texts`). Colours are those of Okabe
 and Ito (2008), which colour-blind readers can tell apart; one colour means one
 outcome everywhere, and hatching marks the token limit, which overlaps the outcomes.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from rlhelpers import plot_texts as texts
 from rlhelpers.analysis import (
     CAUSES,
     LABELS,
@@ -47,6 +49,31 @@ COLORS: Mapping[str, str] = {
     "before": "#999999",
     "after": "#0072B2",
 }
+
+
+class DescribedFigure(Figure):
+    """A figure that also says in words what it shows.
+
+    The words are its ``repr``, hence the plain text of a cell's output, which VS Code
+    and MyST give to a screen reader as the image's alternative text. They also stand
+    as ``alt`` in the output's metadata, for nbconvert and nbsphinx. JupyterLab 4 takes
+    neither; there, ``print`` the figure.
+    """
+
+    words: str = ""
+
+    def __repr__(self) -> str:
+        return self.words or super().__repr__()
+
+    def __str__(self) -> str:
+        return self.words or super().__str__()
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """No data of its own: IPython's formatters add the image and the repr."""
+        return {}, {"image/png": {"alt": self.words}} if self.words else {}
+
 
 _STYLE: Any = {
     "figure.dpi": 100,
@@ -85,7 +112,7 @@ def plot_learning_curve(
     reward = np.array([row.reward_mean for row in metrics])
     spread = np.array([row.within_group_std for row in metrics])
     with _style():
-        figure, axes = plt.subplots(figsize=(8, 4))
+        figure, axes = _subplots(figsize=(8, 4))
         _reward_band(axes, steps, reward, spread)
         if held_out:
             axes.plot(
@@ -102,7 +129,7 @@ def plot_learning_curve(
         axes.set(ylim=_reward_limits(reward), ylabel="mean reward")
         axes.set_title(title or f"Reward over {_counts(metrics)}")
         axes.legend(loc="lower right")
-    return _finished(figure)
+    return _finished(figure, texts.learning_curve_text(metrics, held_out))
 
 
 def plot_checkpoints(
@@ -132,7 +159,7 @@ def plot_checkpoints(
     errors = np.abs(bounds - shares[:, None]).T
     reward = np.array([row.reward_mean for row in metrics])
     with _style():
-        figure, axes = plt.subplots(figsize=(8, 4))
+        figure, axes = _subplots(figsize=(8, 4))
         axes.plot(
             steps,
             reward,
@@ -157,7 +184,7 @@ def plot_checkpoints(
         axes.set(ylim=_reward_limits(reward), ylabel="accuracy; mean reward")
         axes.set_title(_checkpoint_title(summaries))
         axes.legend(loc="lower right")
-    return _finished(figure)
+    return _finished(figure, texts.checkpoints_text(metrics, evaluations))
 
 
 def _checkpoint_title(summaries: Sequence[OutcomeSummary]) -> str:
@@ -175,7 +202,7 @@ def plot_training_dashboard(metrics: Sequence[StepMetrics]) -> Figure:
     """
     steps = _steps(metrics)
     with _style():
-        figure, panels = plt.subplots(2, 3, figsize=(11, 5.6))
+        figure, panels = _subplots(2, 3, figsize=(11, 5.6))
         drawers: list[Callable[[Axes, np.ndarray, Sequence[StepMetrics]], None]] = [
             _reward_panel,
             _groups_panel,
@@ -188,7 +215,7 @@ def plot_training_dashboard(metrics: Sequence[StepMetrics]) -> Figure:
             draw(axes, steps, metrics)
             _step_axis(axes, steps)
         figure.suptitle(f"Training: {_counts(metrics)}", fontsize=12)
-    return _finished(figure)
+    return _finished(figure, texts.dashboard_text(metrics))
 
 
 def plot_outcomes(before: Iterable[Rollout], after: Iterable[Rollout]) -> Figure:
@@ -198,13 +225,14 @@ def plot_outcomes(before: Iterable[Rollout], after: Iterable[Rollout]) -> Figure
     rollouts that hit the token limit, and overlaps them. Whiskers are 95 % Wilson
     intervals of each share.
     """
+    before, after = list(before), list(after)  # each is read twice
     summaries = {
         "before": summarize_outcomes(before),
         "after": summarize_outcomes(after),
     }
     keys = (*OUTCOMES, "token_limit")
     with _style():
-        figure, axes = plt.subplots(figsize=(8, 4))
+        figure, axes = _subplots(figsize=(8, 4))
         for offset, (side, summary) in zip((-0.2, 0.2), summaries.items(), strict=True):
             _outcome_bars(axes, keys, offset, side, summary)
         axes.set_xticks(range(len(keys)), [LABELS[key] for key in keys])
@@ -218,7 +246,7 @@ def plot_outcomes(before: Iterable[Rollout], after: Iterable[Rollout]) -> Figure
             f"Outcomes on held-out tasks: {summaries['before'].n} before (pale), "
             f"{summaries['after'].n} after (full)"
         )
-    return _finished(figure)
+    return _finished(figure, texts.outcomes_text(before, after))
 
 
 def plot_token_lengths(
@@ -238,7 +266,7 @@ def plot_token_lengths(
     )
     bins = np.linspace(0, longest, 41)
     with _style():
-        figure, panels = plt.subplots(2, 1, figsize=(8, 4.8), sharex=True, sharey=True)
+        figure, panels = _subplots(2, 1, figsize=(8, 4.8), sharex=True, sharey=True)
         for axes, (side, rollouts) in zip(panels, sides.items(), strict=True):
             axes.hist(
                 [
@@ -267,7 +295,7 @@ def plot_token_lengths(
         )
         panels[0].legend(loc="upper center", title="outcome")
         panels[1].set(xlabel="reply length (tokens)", xlim=(0, longest * 1.02))
-    return _finished(figure)
+    return _finished(figure, texts.token_lengths_text(sides, limit))
 
 
 def plot_advantages(rewards: Sequence[float], advantages: Sequence[float]) -> Figure:
@@ -284,7 +312,7 @@ def plot_advantages(rewards: Sequence[float], advantages: Sequence[float]) -> Fi
     positions = np.arange(1, len(rewards) + 1)
     mean = float(np.mean(rewards))
     with _style():
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+        figure, (left, right) = _subplots(1, 2, figsize=(9, 3.4))
         heights = left.bar(positions, rewards, width=0.6, color=COLORS["reward"])
         left.bar_label(heights, [f"{value:g}" for value in rewards], padding=2)
         left.margins(y=0.18)
@@ -309,7 +337,7 @@ def plot_advantages(rewards: Sequence[float], advantages: Sequence[float]) -> Fi
             axes.set_xlabel("rollout")
             axes.set_xticks(positions)
             axes.grid(axis="x", visible=False)
-    return _finished(figure)
+    return _finished(figure, texts.advantages_text(rewards, advantages))
 
 
 def plot_calibration_bars(records: Iterable[Rollout]) -> Figure:
@@ -317,10 +345,11 @@ def plot_calibration_bars(records: Iterable[Rollout]) -> Figure:
 
     A bar of one colour is a flat group: it teaches nothing, whatever the mean says.
     """
+    records = list(records)  # read twice
     groups = records_by_task(records)
     kept = 0
     with _style():
-        figure, axes = plt.subplots(figsize=(8, 1.6 + 0.32 * max(len(groups), 2)))
+        figure, axes = _subplots(figsize=(8, 1.6 + 0.32 * max(len(groups), 2)))
         for row, rollouts in enumerate(groups.values()):
             kept += len({rollout.reward for rollout in rollouts}) > 1
             _stacked_row(axes, row, rollouts)
@@ -336,7 +365,7 @@ def plot_calibration_bars(records: Iterable[Rollout]) -> Figure:
             f"{kept} groups with a reward spread"
         )
         _outcome_legend(figure)
-    return _finished(figure)
+    return _finished(figure, texts.calibration_bars_text(records))
 
 
 def plot_group_signal(group_sizes: Sequence[int] = (4, 8, 16)) -> Figure:
@@ -352,7 +381,7 @@ def plot_group_signal(group_sizes: Sequence[int] = (4, 8, 16)) -> Figure:
     p = np.linspace(0, 1, 201)
     styles = ("-", "--", ":", "-.")
     with _style():
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+        figure, (left, right) = _subplots(1, 2, figsize=(9, 3.4))
         left.plot(p, np.sqrt(p * (1 - p)), color=COLORS["reward"])
         left.set(title="How much a group's rewards differ", ylim=(0, 0.55))
         left.set_ylabel("√(p (1 − p))")
@@ -370,7 +399,7 @@ def plot_group_signal(group_sizes: Sequence[int] = (4, 8, 16)) -> Figure:
         right.legend(title="group size", loc="upper center")
         for axes in (left, right):
             axes.set_xlabel("p, the chance that one rollout is right")
-    return _finished(figure)
+    return _finished(figure, texts.group_signal_text(group_sizes))
 
 
 def plot_range_heatmap(
@@ -391,7 +420,7 @@ def plot_range_heatmap(
     groups = {cell.groups for cell in cells.values()}
     counts = f"{min(groups)} to {max(groups)}" if len(groups) > 1 else str(min(groups))
     with _style():
-        figure, axes = plt.subplots(1, 2, figsize=(10, 4.2))
+        figure, axes = _subplots(1, 2, figsize=(10, 4.2))
         for panel, (name, title, label, top) in zip(axes, panels, strict=True):
             values = np.array(
                 [
@@ -408,7 +437,7 @@ def plot_range_heatmap(
             panel.set_yticks(range(len(rows)), [f"{lo}–{hi}" for lo, hi in rows])
             panel.set(xlabel="second operand b", ylabel="first operand a")
             panel.tick_params(axis="x", labelrotation=30)
-    return _finished(figure)
+    return _finished(figure, texts.range_heatmap_text(cells))
 
 
 def plot_datum(
@@ -436,7 +465,7 @@ def plot_datum(
         )
     rows = -(-len(tokens) // per_row)
     with _style():
-        figure, axes = plt.subplots(figsize=(9.5, 0.5 + 0.62 * rows))
+        figure, axes = _subplots(figsize=(9.5, 0.5 + 0.62 * rows))
         axes.set(xlim=(0, per_row), ylim=(rows, 0))
         axes.axis("off")
         for index, token in enumerate(tokens):
@@ -447,7 +476,7 @@ def plot_datum(
             f"{len(tokens)} targets: {len(tokens) - trained} masked (grey), {trained} "
             "trained; below each: advantage, log-probability"
         )
-    return _finished(figure)
+    return _finished(figure, texts.datum_text(tokens, advantages, logprobs))
 
 
 def plot_logprob_changes(
@@ -467,7 +496,7 @@ def plot_logprob_changes(
     """
     count = len(changes)
     with _style():
-        figure, axes = plt.subplots(figsize=(9, 1.4 + 0.36 * count))
+        figure, axes = _subplots(figsize=(9, 1.4 + 0.36 * count))
         axes.axvline(0, color="black", linewidth=1)
         for row, (values, advantage) in enumerate(
             zip(changes, advantages, strict=True)
@@ -485,7 +514,7 @@ def plot_logprob_changes(
             f"{total} tokens of {count} rollouts: pushed up (green), down (red); "
             "mark: mean"
         )
-    return _finished(figure)
+    return _finished(figure, texts.logprob_changes_text(changes, labels))
 
 
 def plot_who_does_what(*, backend: str = "local") -> Figure:
@@ -518,7 +547,7 @@ def plot_who_does_what(*, backend: str = "local") -> Figure:
         (1, 2, 0.30, "datums"),
     )
     with _style():
-        figure, axes = plt.subplots(figsize=(9.5, 2.9))
+        figure, axes = _subplots(figsize=(9.5, 2.9))
         axes.set(xlim=(0, 9.5), ylim=(0, 1))
         axes.axis("off")
         for index, (name, duties) in enumerate(boxes):
@@ -542,7 +571,7 @@ def plot_who_does_what(*, backend: str = "local") -> Figure:
                 arrowprops={"arrowstyle": "->", "lw": 1.3},
             )
             axes.text(gap + 0.78, height + 0.025, label, ha="center", fontsize=8.5)
-    return _finished(figure)
+    return _finished(figure, texts.who_does_what_text(service))
 
 
 def plot_transitions(transitions: Mapping[tuple[str, str], int]) -> Figure:
@@ -559,7 +588,7 @@ def plot_transitions(transitions: Mapping[tuple[str, str], int]) -> Figure:
     labels = [LABELS[cause].replace(" hit", "").replace(" ", "\n") for cause in CAUSES]
     fixed, regressed = counts[1:, 0].sum(), counts[0, 1:].sum()
     with _style():
-        figure, axes = plt.subplots(figsize=(6.4, 4.6))
+        figure, axes = _subplots(figsize=(6.4, 4.6))
         top = max(int(counts.max()), 1)
         axes.imshow(counts, cmap="Blues", norm=PowerNorm(0.5, 0, top), aspect="auto")
         for (row, column), count in np.ndenumerate(counts):
@@ -595,7 +624,7 @@ def plot_transitions(transitions: Mapping[tuple[str, str], int]) -> Figure:
         axes.set(xlabel="after training", ylabel="before training")
         axes.set_title(f"{counts.sum()} tasks, before and after training")
         figure.legend(loc="outside lower center", ncols=2)
-    return _finished(figure)
+    return _finished(figure, texts.transitions_text(transitions))
 
 
 def plot_tokens_by_cause(before: Iterable[Rollout], after: Iterable[Rollout]) -> Figure:
@@ -608,7 +637,7 @@ def plot_tokens_by_cause(before: Iterable[Rollout], after: Iterable[Rollout]) ->
     spent = {side: tokens_by_cause(rollouts) for side, rollouts in sides.items()}
     totals = {side: sum(tokens.values()) for side, tokens in spent.items()}
     with _style():
-        figure, axes = plt.subplots(figsize=(8, 2.7))
+        figure, axes = _subplots(figsize=(8, 2.7))
         for row, (side, tokens) in enumerate(spent.items()):
             left = 0
             for cause in CAUSES:
@@ -636,7 +665,7 @@ def plot_tokens_by_cause(before: Iterable[Rollout], after: Iterable[Rollout]) ->
             f"before, {totals['after']:,} in {len(sides['after'])} after"
         )
         figure.legend(loc="outside lower center", ncols=4)
-    return _finished(figure)
+    return _finished(figure, texts.tokens_by_cause_text(sides))
 
 
 def plot_accuracy_by_range(
@@ -650,7 +679,7 @@ def plot_accuracy_by_range(
     """
     names = list(comparisons)
     with _style():
-        figure, axes = plt.subplots(figsize=(8, 4))
+        figure, axes = _subplots(figsize=(8, 4))
         if trained in names:
             centre = names.index(trained)
             axes.axvspan(centre - 0.5, centre + 0.5, color="#F0F0F0", zorder=0)
@@ -683,7 +712,7 @@ def plot_accuracy_by_range(
             f"Accuracy on {len(names)} operand ranges (bars: 95 % intervals)"
         )
         axes.legend(loc="lower left")
-    return _finished(figure)
+    return _finished(figure, texts.accuracy_by_range_text(comparisons, trained))
 
 
 # Panels of the dashboard
@@ -968,7 +997,29 @@ def _style() -> AbstractContextManager[None]:
     return plt.rc_context(_STYLE)
 
 
-def _finished(figure: Figure) -> Figure:
-    """Close the figure in pyplot, which would otherwise show it a second time."""
+def _subplots(*grid: int, **options: Any) -> tuple[DescribedFigure, Any]:
+    """``plt.subplots`` with a figure that takes words; one Axes, or an array."""
+    figure, axes = plt.subplots(*grid, FigureClass=DescribedFigure, **options)
+    return cast("DescribedFigure", figure), axes
+
+
+def _finished(figure: Figure, words: str | None = None) -> Figure:
+    """Close the figure in pyplot, which would otherwise show it a second time.
+
+    Args:
+        figure: A figure of :func:`_subplots`.
+        words: What it shows, with numbers; None names its titles and axes only.
+    """
     plt.close(figure)
+    if isinstance(figure, DescribedFigure):
+        figure.words = _titles(figure) if words is None else words
     return figure
+
+
+def _titles(figure: Figure) -> str:
+    """Titles and axis labels, panel by panel."""
+    panels = [
+        f"{axes.get_title()} ({axes.get_ylabel()} against {axes.get_xlabel()})"
+        for axes in figure.axes
+    ]
+    return f"Plot: {'; '.join([figure.get_suptitle(), *panels]).strip('; ')}."

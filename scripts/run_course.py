@@ -3,7 +3,9 @@
     python scripts/run_course.py
     python scripts/run_course.py -p GROUP_SIZE 4 -p BACKEND local
     python scripts/run_course.py --only 01 02
+    python scripts/run_course.py --times data/course_times.json
 
+Prints the time of each notebook and of all together, and writes them down if asked.
 Stops at the first failure and names the notebook, the cell and the cause. A
 parameter goes to the notebooks that have it; one that no notebook has is an error, and
 so is a value that cannot work.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     options.output.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
+    seconds: dict[str, float] = {}
     for number, (notebook, parameters) in enumerate(plan.items(), start=1):
         print(f"[{number}/{len(plan)}] {notebook.name} ... ", end="", flush=True)
         before = time.monotonic()
@@ -46,10 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("failed")
             print(failure, file=sys.stderr)
             return 1
-        print(f"passed in {time.monotonic() - before:.0f} s")
-    total = time.monotonic() - started
+        seconds[notebook.stem] = round(time.monotonic() - before, 1)
+        print(f"passed in {seconds[notebook.stem]:.0f} s")
+    total = sum(seconds.values())
     print(f"{len(plan)} notebooks passed in {total:.0f} s; executed copies: ", end="")
     print(options.output)
+    if options.times is not None:
+        times = {"seconds": seconds, "total": round(total, 1)}
+        options.times.write_text(json.dumps(times, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -67,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NN", help="numbers, such as 01 03"
     )
+    parser.add_argument("--times", type=Path, metavar="FILE", help="write the seconds")
     parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     return parser
@@ -138,16 +146,18 @@ def run_notebook(
             kernel_name="python3",
             progress_bar=sys.stderr.isatty(),
         )
-    except PapermillExecutionError as error:
-        cause = " ".join(f"{error.ename}: {error.evalue}".split())
-        return (
-            f"{notebook.name}, cell {error.cell_index + 1} (In [{error.exec_count}]): "
-            f"{cause[:600]}\nexecuted copy: {copy}"
-        )
-    except Exception as error:  # the kernel died, or could not start
-        cause = f"{type(error).__name__}: {error}"
-        return f"{notebook.name}: {cause}\nexecuted copy: {copy}"
+    except Exception as error:  # a cell failed, or the kernel died
+        return f"{notebook.name}{failure_of(error)}\nexecuted copy: {copy}"
     return None
+
+
+def failure_of(error: Exception) -> str:
+    """Where in a notebook it failed, and why; to be read after the notebook's name."""
+    if isinstance(error, PapermillExecutionError):
+        cause = " ".join(f"{error.ename}: {error.evalue}".split())
+        cell = f"cell {error.cell_index + 1} (In [{error.exec_count}])"
+        return f", {cell}: {cause[:600]}"
+    return f": {type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import httpx
 from local_helpers import TINY, Endpoint, Wire
@@ -29,30 +32,61 @@ class Acknowledged:
 
 
 class ServiceProcess:
-    """``python -m rlhelpers.local`` on a state folder, with the tiny model."""
+    """``python -m rlhelpers.local`` on a state folder, with the tiny model.
 
-    def __init__(self, state_dir: Path, model_folder: Path) -> None:
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "rlhelpers.local"),
-                *("--state-dir", str(state_dir), "--model", f"{TINY}={model_folder}"),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    ``options`` are further ones of its command line; ``errors`` is a file for what it
+    writes to stderr.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        model_folder: Path,
+        *options: str,
+        errors: Path | None = None,
+    ) -> None:
+        with errors.open("w") if errors else contextlib.nullcontext() as stderr:
+            self.process = self._start(state_dir, model_folder, options, stderr)
         assert self.process.stdout is not None
         lines = [self.process.stdout.readline().strip() for _ in range(2)]
         settings = dict(line.split("=", 1) for line in lines)
         self.endpoint = Endpoint(settings["base_url"], settings["api_key"])
 
+    @staticmethod
+    def _start(
+        state_dir: Path,
+        model_folder: Path,
+        options: tuple[str, ...],
+        stderr: IO[str] | None,
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "rlhelpers.local"),
+                *("--state-dir", str(state_dir), "--model", f"{TINY}={model_folder}"),
+                *options,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
     def kill(self) -> None:
         """At once, whatever it is doing."""
         self.process.kill()
-        self.process.wait()
+        self._wait()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Ask it to stop; its exit code."""
+        self.process.send_signal(number)
+        return self._wait()
+
+    def _wait(self) -> int:
+        code = self.process.wait(timeout=300)
         assert self.process.stdout is not None
         self.process.stdout.close()
+        return code
 
 
 def save_until_killed(
@@ -67,14 +101,14 @@ def save_until_killed(
         killer.start()
         try:
             for step in range(1, 10_000):
-                _one_step(wire, session, model, step, acknowledged)
+                one_step(wire, session, model, step, acknowledged)
         except httpx.TransportError:
             pass
         finally:
             killer.join()
 
 
-def _one_step(
+def one_step(
     wire: Wire, session: str, model: str, step: int, acknowledged: Acknowledged
 ) -> None:
     """One optimizer step, a checkpoint of each kind, and a promotion."""

@@ -67,6 +67,7 @@ def test_a_negative_step_is_refused() -> None:
     ],
 )
 def test_labels_that_the_service_refuses(label: str, said: str) -> None:
+    """S08: refused before anything is sent."""
     with pytest.raises(CheckpointError) as caught:
         check_label(label)
     assert said in str(caught.value)
@@ -113,6 +114,7 @@ def test_paths_that_cannot_exist(path: str, said: str) -> None:
 
 
 def test_the_wrong_kind_names_the_kind_needed() -> None:
+    """S07: in the package."""
     with pytest.raises(
         CheckpointError, match=r"sampler checkpoint.*training checkpoint"
     ):

@@ -1,11 +1,12 @@
 """Failures that others reported of notebooks and widgets, held against ours.
 
-The ids are those of the collected field cases. N09 (kernel name), N10 (derived values)
-and parts of N14 live in test_notebooks.py.
+The ids are those of the collected field cases. Parts of N05 and N14 live in
+test_store_notebooks.py, and of N20 in test_quotes.py.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
 import os
@@ -407,3 +408,40 @@ def test_n20_the_readme_agrees_with_the_presets() -> None:
     }
     for link in linked:
         assert link.endswith(".ipynb") or (ROOT / link).exists(), link
+
+
+# -- N09, N10: the stored kernel, and parameters that reach what follows from them -
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((ROOT / "notebooks").rglob("[0-9][0-9]_*.ipynb")),
+    ids=lambda path: path.stem,
+)
+def test_n09_the_stored_kernel_is_nobodys_own(path: Path) -> None:
+    metadata = read(path).metadata
+    assert metadata.kernelspec == {
+        "display_name": "Python 3",
+        "language": "python",
+        "name": "python3",
+    }
+    assert metadata.language_info == {"name": "python"}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_n10_what_follows_from_a_parameter_is_worked_out_later(path: Path) -> None:
+    """The parameters cell holds literals alone, and what is injected comes after it."""
+    notebook = read(path)
+    names = set(parameters_of(notebook))  # refuses anything but literals
+    cells = code_cells(notebook)
+    tags = [cell.metadata.get("tags", []) for cell in cells]
+    place = next(i for i, found in enumerate(tags) if "parameters" in found)
+    later = {
+        node.id
+        for cell in cells[place + 1 :]
+        for node in ast.walk(ast.parse(cell.source))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    assert names <= later
+    before = "\n".join(cell.source for cell in cells[:place])
+    assert not [name for name in names if re.search(rf"\b{name}\b", before)]

@@ -160,6 +160,7 @@ def test_the_banner_precedes_every_request(
 def test_the_session_ends_also_after_an_error(
     endpoint: LocalService, paid: ModelPreset, tmp_path: Path, events: list[str]
 ) -> None:
+    """S11: it would hold a slot of the quota."""
     with pytest.raises(KeyError), opened(endpoint, paid, tmp_path):
         raise KeyError("a cell failed")
     # It would hold a slot of the account's quota.
@@ -386,6 +387,7 @@ def test_the_banner_shows_no_password_of_an_address() -> None:
 async def test_an_unknown_base_model_is_explained(
     endpoint: LocalService, paid: ModelPreset, tmp_path: Path, events: list[str]
 ) -> None:
+    """S13: a model that was retired."""
     retired = dataclasses.replace(paid, base_model="accounts/fireworks/models/gone")
     with opened(endpoint, retired, tmp_path) as session:
         with pytest.raises(ServiceRefused, match="models/gone.*retired"):
@@ -411,6 +413,7 @@ async def test_an_unknown_base_model_is_explained(
 def test_a_tokenizer_of_another_model_is_noticed_before_anything_is_paid(
     base_model: str, tokenizer: str, alike: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
+    """S13: a model with another model's tokenizer."""
     preset = dataclasses.replace(QWEN, base_model=base_model, tokenizer=tokenizer)
     preflight.warn_if_unlike(preset)
     texts = [str(warning.message) for warning in recwarn]

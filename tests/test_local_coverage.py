@@ -17,12 +17,20 @@ from rlhelpers.local.store import CheckpointStore
 
 README = Path(rlhelpers.local.__file__).with_name("README.md").read_text("utf-8")
 ENDPOINTS = dict(re.findall(r"^\| `((?:GET|POST|DELETE) \w+)` \| (\w+)", README, re.M))
-REFUSED = {
-    f"POST {name}": ("POST", f"{TRAINING}/{name}")
-    for name in ("asample", "create_sampling_session", "weight_sync")
-} | {
-    "GET get_server_capabilities": ("GET", f"{TRAINING}/get_server_capabilities"),
-}
+REFUSED = (
+    {
+        f"POST {name}": ("POST", f"{TRAINING}/{name}")
+        for name in ("asample", "create_sampling_session", "weight_sync")
+    }
+    | {
+        "GET get_server_capabilities": ("GET", f"{TRAINING}/get_server_capabilities"),
+        "POST config": ("POST", f"{TRAINING}/client/config"),
+    }
+    | {
+        f"GET {name}": ("GET", f"{TRAINING}/{name}")
+        for name in ("training_runs", "sessions", "samplers", "audit")
+    }
+)
 
 
 def test_every_route_is_in_the_table_and_every_supported_row_is_a_route(

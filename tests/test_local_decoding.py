@@ -178,9 +178,26 @@ def test_a_stop_string_over_two_tokens_ends_the_sequence(tiny_base: BaseModel) -
     assert completion.finish_reason == "stop"
 
 
+def test_a_stop_that_ends_in_a_character_of_two_tokens(tiny_base: BaseModel) -> None:
+    base = without_end(tiny_base)
+    for seed in range(200):
+        tokens, _ = reference(base, PROMPTS[0], SamplingParams(40, seed=seed))
+        # One byte is one token here, and two bytes can make one character.
+        pairs = [base.tokenizer.decode(tokens[i : i + 2]) for i in range(39)]
+        found = [i for i, pair in enumerate(pairs) if len(pair) == 1 and pair > "\x7f"]
+        if [i for i in found if pairs[i] != "\ufffd"]:
+            break
+    at = next(i for i in found if pairs[i] != "\ufffd")
+    params = SamplingParams(40, seed=seed, stop=(pairs[at],))
+    (completion,) = complete(decoder(base), [(PROMPTS[0], params)])
+    assert completion.tokens == tokens[: at + 2]
+    assert completion.finish_reason == "stop"
+
+
 def test_the_text_of_a_special_token_is_a_stop_string_too(
     tiny_base: BaseModel,
 ) -> None:
+    """S03: a marker that decoding without special tokens would hide."""
     base = without_end(tiny_base)
     for seed in range(200):
         tokens, _ = reference(base, PROMPTS[1], SamplingParams(30, seed=seed))

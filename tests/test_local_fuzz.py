@@ -20,8 +20,12 @@ from typing import Any
 import httpx
 import pytest
 from local_helpers import TINY, Wire
+from starlette.routing import Match
 
 from rlhelpers.local import LocalService
+from rlhelpers.local.app import TrainingApi
+from rlhelpers.local.engine import Engine
+from rlhelpers.local.store import CheckpointStore
 
 pytest_plugins = ("local_fixtures",)
 
@@ -111,6 +115,15 @@ class Templates:
             self.promote_path,
             "/v1/accounts?pageSize=2",
             "/training/v1/serverless/api/v1/list_checkpoints",
+        ]
+
+    def all(self, wire: Wire) -> list[tuple[str, dict[str, Any]]]:
+        """Every address that takes a body, with one that fits it."""
+        training = {**self.operations, **self.others, "unload_model": {}}
+        return [
+            *((f"{wire.training}/{name}", body) for name, body in training.items()),
+            (wire.completions, self.completion),
+            (wire.root + self.promote_path, self.promotion),
         ]
 
     def draw(self, dice: random.Random, wire: Wire) -> tuple[str, dict[str, Any]]:
@@ -227,6 +240,84 @@ def test_broken_requests_are_refused_and_change_nothing(
         "checkpoints",
         "promoted",
     }
+
+
+def test_every_route_has_a_template(fresh: Wire, tmp_path: Path) -> None:
+    """Held against the service's own list, so that a new route is fuzzed too."""
+    templates = Templates(fresh)
+    store = CheckpointStore(tmp_path / "other")
+    served = TrainingApi(Engine(store, {}), store).routes()
+    posted = {httpx.URL(url).raw_path.decode() for url, _ in templates.all(fresh)}
+    asked = {path.partition("?")[0] for path in templates.paths} | posted
+    for route in served:
+        match = Match.NONE
+        for path in posted if "POST" in (route.methods or ()) else asked:
+            method = next(iter(route.methods or ()))
+            scope = {"type": "http", "path": path, "method": method}
+            match = max(match, route.matches(scope)[0], key=lambda m: m.value)
+        assert match is Match.FULL, route.path
+
+
+@pytest.mark.parametrize("kind", ["long list", "long text", "many fields", "deep"])
+def test_huge_bodies_are_answered_on_every_route(fresh: Wire, kind: str) -> None:
+    """A field of two megabytes beside the others: read in a thread, then refused."""
+    before = fingerprint(fresh)
+    templates = Templates(fresh)
+    huge: Any = {
+        "long list": [0.5, -1, None, True] * 100_000,
+        "long text": "é" * 1_000_000,
+        "many fields": {f"field {n}": {"n": n} for n in range(60_000)},
+        "deep": "DEEP",
+    }[kind]
+    tickets = []
+    for number, (url, body) in enumerate(templates.all(fresh)):
+        if url.endswith("unload_model"):
+            body = {"model_id": fresh.model(fresh.session())}
+        text = json.dumps({**body, "seq_id": number + 1, "huge": huge})
+        if kind == "deep":
+            text = text.replace('"DEEP"', "[" * 400_000 + "]" * 400_000)
+        found = checked(fresh.http.post(url, content=text.encode()))
+        tickets += [str(t) for t in [found.get("request_id")] if t]
+    for ticket in tickets:
+        result = fresh.result(ticket)
+        assert result.get("category", "user") == "user", result
+    assert fingerprint(fresh) == before
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_operation_in_any_order_and_repeated(fresh: Wire, seed: int) -> None:
+    """All seven kinds of numbered operation, valid and not, against one at a time."""
+    dice = random.Random(seed)
+    templates = Templates(fresh)
+    model, waited = (fresh.model(fresh.session()) for _ in range(2))
+    bodies = []
+    for number in range(1, 41):
+        name = dice.choice(list(templates.operations))
+        body = copy.deepcopy(templates.operations[name])
+        if name.startswith("save"):  # a name twice in a run is refused, both times
+            body["path"] = dice.choice(["state-1", f"state-{number}", "State_1"])
+        if dice.random() < 0.3:
+            body = broken(body, dice)
+        bodies.append((name, {**body, "seq_id": number}))
+
+    def send(to: str, name: str, body: dict[str, Any]) -> str:
+        text = json.dumps({**body, "model_id": to})
+        answer = fresh.http.post(f"{fresh.training}/{name}", content=text)
+        return str(checked(answer)["request_id"])
+
+    def told(to: str, ticket: str) -> str:
+        return json.dumps(fresh.result(ticket)).replace(to.split(":")[0], "run")
+
+    expected = [told(waited, send(waited, name, body)) for name, body in bodies]
+    shuffled = [pair for pair in bodies for _ in range(dice.randint(1, 3))]
+    dice.shuffle(shuffled)
+    tickets: dict[int, set[str]] = {}
+    for name, body in shuffled:
+        tickets.setdefault(body["seq_id"], set()).add(send(model, name, body))
+    assert all(len(found) == 1 for found in tickets.values())
+    found = [told(model, next(iter(tickets[n]))) for n in range(1, 41)]
+    assert found == expected
+    assert any("loss:sum" in text for text in found)
 
 
 def test_operations_in_any_order_and_repeated_give_one_result(fresh: Wire) -> None:

@@ -171,6 +171,7 @@ def test_greedy_sampling_does_not_depend_on_the_seed(
 def test_the_stop_reason_decides_and_not_the_length(
     client: Client, policy: Any
 ) -> None:
+    """S04: a reply of max_tokens tokens may have ended by itself."""
     source = sampler(client, snapshot(policy))
     tokens, _, reason = read(ask(source, 3, 12))
     assert (len(tokens), reason) == (12, "length")
@@ -184,6 +185,7 @@ def test_the_stop_reason_decides_and_not_the_length(
 
 
 def test_stop_lists_as_text_and_as_token_ids(client: Client, policy: Any) -> None:
+    """S03: both ways stop at the same token."""
     tokenizer = byte_tokenizer()
     source = sampler(client, snapshot(policy), tokenizer)
     tokens, _, _ = read(ask(source, 8, 40))
@@ -213,6 +215,28 @@ def test_sampling_from_the_base_model(
     )
     fresh = sampler(client, snapshot(policy))
     assert read(ask(base, 4)) == read(ask(fresh, 4))
+
+
+def test_a_program_finds_the_service_through_its_environment(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names no service, and its base model as on Fireworks."""
+    name = "accounts/fireworks/models/qwen3p8-27b"
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with LocalService(tmp_path, models={name: tiny_folder}) as service:
+        for variable in ("TINKER_BASE_URL", "FIREWORKS_BASE_URL"):
+            monkeypatch.setenv(variable, service.base_url)
+        monkeypatch.setenv("FIREWORKS_API_KEY", service.api_key)
+        client = FiretitanServiceClient()
+        policy = client.create_lora_training_client(base_model=name, rank=4)
+        before = fixed_logprobs(policy)
+        update(policy)
+        assert sum(fixed_logprobs(policy)) > sum(before)
+        source = sampler(client, snapshot(policy))
+        assert read(ask(source, 1))[0]
+        source.close()
+        client.delete_training_session()
+        client.close()
 
 
 # --- through the SDK: training ------------------------------------------------------
@@ -321,6 +345,7 @@ def test_pipelined_operations_run_in_order(
 
 
 def test_a_sampler_never_sees_later_weights(client: Client, policy: Any) -> None:
+    """S05: a sampler is bound to the weights it was saved with."""
     old = sampler(client, snapshot(policy, "policy-0"))
     before = [read(ask(old, seed)) for seed in range(4)]
     for _ in range(3):
@@ -388,6 +413,7 @@ def refusal(error: pytest.ExceptionInfo[httpx.HTTPStatusError]) -> str:
 
 
 def test_the_wrong_kind_of_checkpoint_is_explained(client: Client, policy: Any) -> None:
+    """S07: the message names the kind that is needed."""
     state, sampler_path = policy.save_state("state-1").result().path, snapshot(policy)
     with pytest.raises(Exception, match=r"is a sampler checkpoint.*save_state"):
         client.create_training_client_from_state_with_optimizer(sampler_path)
@@ -409,6 +435,7 @@ def test_resuming_under_another_base_model_is_refused(
 
 
 def test_names_that_cannot_exist_are_refused(client: Client, policy: Any) -> None:
+    """S08: by the service, which is the last to check."""
     for name in ("State_5", "step 5", "policy.1", "a" * 64):
         with pytest.raises(Exception, match="1 to 63 lower-case"):
             policy.save_state(name).result()
@@ -454,6 +481,7 @@ def test_an_unknown_base_model_is_refused_with_the_known_ones(
 
 
 def test_prompt_and_max_tokens_over_the_context(client: Client, policy: Any) -> None:
+    """S16: the service names the three numbers."""
     source = sampler(client, snapshot(policy))
     room = CONTEXT - len(PROMPT)
     with pytest.raises(httpx.HTTPStatusError) as error:

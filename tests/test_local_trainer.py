@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from rlhelpers.local.adapters import (
 from rlhelpers.local.batches import TrainingDatum
 from rlhelpers.local.decoding import Completion, Decoder, Sequence
 from rlhelpers.local.loading import BaseModel, load_base_model
+from rlhelpers.local.packing import Work, plan_rows
 from rlhelpers.local.sampling import SamplingParams
 from rlhelpers.local.trainer import (
     AdamSettings,
@@ -185,6 +186,40 @@ def test_gradients_are_those_of_a_plain_lora_forward(
     trained = sum(n - n // 3 for n in (9, 23, 14, 1))
     assert result.metrics["num_loss_tokens:sum"] == trained
     assert_close(applied_gradient(trainer), plain.gradients(data, loss))
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "cross_entropy"])
+def test_a_prompt_computed_once_gives_the_same_gradients(
+    tiny_folder: Path, loss: str
+) -> None:
+    """Against the oracle that runs every datum alone, in double precision."""
+    trainer, weights = make_trainer(load_base_model("x", {"x": tiny_folder}, "cpu"))
+    data = grouped_data(policy_data if loss == "importance_sampling" else weighted_data)
+    rows = plan_rows([datum.tokens for datum in data], Work.of(trainer.base.trainable))
+    assert sorted(len(row.members) for row in rows) == [1, 3, 4]
+    plain = PlainLora(tiny_folder, weights)
+    result = trainer.run("m", data, loss, {}, backward=True, top_k=2)
+    for datum, logprobs, top in zip(data, result.logprobs, result.top_k, strict=True):
+        np.testing.assert_allclose(
+            logprobs, plain.logprobs(datum).detach().numpy(), atol=1e-4
+        )
+        alone = trainer.run("m", [datum], loss, {}, backward=False, top_k=2).top_k[0]
+        assert top.tokens == alone.tokens
+        np.testing.assert_allclose(top.logprobs, alone.logprobs, atol=1e-4)
+    total = float(plain.loss(data, loss).detach())
+    assert result.metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
+    assert_close(applied_gradient(trainer), plain.gradients(data, loss))
+
+
+def grouped_data(
+    make: Callable[[int, tuple[int, ...]], list[TrainingDatum]],
+) -> list[TrainingDatum]:
+    """Groups of four and three with prompts of 60 tokens, mixed, and a loner."""
+    data = make(7, (66, 61, 70, 75, 64, 69, 63, 20))
+    prompts = [datum.tokens[:60] for datum in data[:2]]
+    for index, group in enumerate((0, 1, 0, 1, 0, 1, 0)):
+        data[index].tokens[:60] = prompts[group]
+    return data
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -59,6 +60,18 @@ def test_all_notebooks_run_in_order_with_their_parameters(
     }
     assert "size 8" in copies["01_a.ipynb"]
     assert "rate 0.1" in copies["02_b.ipynb"]
+
+
+def test_times_are_written_and_added_up(
+    runner: ModuleType, course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = course.parent / "times.json"
+    assert run(runner, course, "--times", str(file)) == 0
+    times = json.loads(file.read_text())
+    assert list(times["seconds"]) == ["01_a", "02_b"]
+    assert times["total"] == pytest.approx(sum(times["seconds"].values()), abs=0.06)
+    printed = capsys.readouterr().out
+    assert f"2 notebooks passed in {times['total']:.0f} s" in printed
 
 
 def test_first_failure_stops_and_is_named(

@@ -125,6 +125,7 @@ def test_seeds_are_stable_and_all_different() -> None:
     ],
 )
 def test_reply_text(sampled: str, reply: str) -> None:
+    """G22: the end marker is no part of the graded text. G23: nor is a thought."""
     assert reply_text(TOKENIZER, ids(sampled)) == reply
 
 
@@ -145,6 +146,7 @@ def test_a_tokenizer_without_an_end_token_is_refused() -> None:
 
 
 def test_prompt_and_reply_must_fit_the_context() -> None:
+    """S16: both numbers and their sum."""
     check_context(240, 16, 256)
     with pytest.raises(PromptTooLong) as caught:
         check_context(8190, 1024, 8192)
@@ -278,6 +280,7 @@ async def test_worked_examples_are_earlier_turns(session: TrainingSession) -> No
 
 
 async def test_a_prompt_over_the_context_is_not_sent(session: TrainingSession) -> None:
+    """S16: nothing is sent."""
     sampler = session.base_sampler()
     agent = PolicyAgent(sampler, SamplingSettings(max_tokens=250))
     run = await rollout(plain(1), agent, runtime=await session.runtime())
@@ -320,6 +323,7 @@ async def test_groups_come_task_by_task_with_their_own_ids(
 
 
 async def test_rollouts_of_a_group_differ(session: TrainingSession) -> None:
+    """S01: one seed each, so a group is never flat because of its seeds."""
     sampler = session.base_sampler()
     runs = await collect_rollouts(
         sampler, [plain(1)], plan=plan(), runtime=await session.runtime()
@@ -344,6 +348,7 @@ async def test_the_same_seed_gives_the_same_rewards(session: TrainingSession) ->
 async def test_the_finish_reason_decides_what_hit_the_limit(
     session: TrainingSession,
 ) -> None:
+    """S04: through the agent."""
     sampler = session.base_sampler()
     settings = SamplingSettings(max_tokens=60)
     runs = await collect_rollouts(
@@ -363,6 +368,7 @@ async def test_the_finish_reason_decides_what_hit_the_limit(
 
 
 def test_a_reply_of_another_vocabulary_is_refused(session: TrainingSession) -> None:
+    """S13: the message names model and tokenizer."""
     tokenizer, known = session.tokenizer, len(session.tokenizer)
     _check_vocabulary([0, known - 1], tokenizer, session.preset)
     with pytest.raises(ValueError) as caught:

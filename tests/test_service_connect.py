@@ -259,6 +259,7 @@ def test_loopback_stays_out_of_a_proxy(
 def test_connecting_again_closes_the_earlier_session(
     preset: ModelPreset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """S11: a connect cell that is run again."""
     first = connect(model=preset, runs_dir=tmp_path, quiet=True)
     sampler = first.base_sampler()
     with connect(model=preset, runs_dir=tmp_path) as second:
@@ -371,6 +372,7 @@ def test_resuming_at_connect(
 def test_what_cannot_be_resumed(
     service: LocalService, preset: ModelPreset, tmp_path: Path
 ) -> None:
+    """S08: a reference that cannot exist is explained."""
     absent = f"local/run-{'0' * 32}/state-0001"
     with joined(service, preset, tmp_path) as session:
         one_update(session)

@@ -66,6 +66,7 @@ def test_settings_that_cannot_work(changes: dict[str, Any], said: str) -> None:
 
 
 def test_biased_sampling_settings_warn() -> None:
+    """A15: settings under which the stored log-probabilities are not the policy's."""
     with pytest.warns(UserWarning, match="ratios are biased"):
         TrainConfig(max_tokens=16, temperature=0.7)
     with warnings.catch_warnings():
@@ -162,6 +163,7 @@ async def test_a_step_updates_and_is_recorded(
 async def test_the_update_is_on_policy_and_goes_the_right_way(
     session: TrainingSession, tmp_path: Path
 ) -> None:
+    """A16: the loss is what it should be and no progress signal; the gain is one."""
     settings = config(session, tasks_per_step=4, group_size=8, learning_rate=1e-3)
     result = await train_step(
         session, TASKS[:4], config=settings, run_dir=tmp_path / "run"
@@ -263,6 +265,7 @@ async def test_a_failed_rollout_is_never_trained_on(
 async def test_every_step_samples_from_its_own_weights(
     session: TrainingSession, tmp_path: Path
 ) -> None:
+    """S05: each step opens a sampler of its own, whose path is recorded."""
     settings = config(session, tasks_per_step=4)
     rows = [
         (

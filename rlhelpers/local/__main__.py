@@ -5,12 +5,40 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import threading
+from types import FrameType
 
-from .server import LocalService
+from .server import LocalService, PortTaken
 
 
 def main() -> int:
-    """Serve until interrupted; prints where, and with which key."""
+    """Serve until interrupted or terminated; prints where, and with which key.
+
+    Returns 0 after a signal, 1 if it could not start or stopped by itself.
+    """
+    arguments, models = _read_arguments()
+    stop = _stop_on_signals()
+    service = LocalService(arguments.state_dir, models=models, port=arguments.port)
+    try:
+        service.start()
+    except PortTaken as error:
+        print(error, file=sys.stderr)
+        return 1
+    try:
+        print(f"base_url={service.base_url}", flush=True)
+        print(f"api_key={service.api_key}", flush=True)
+        while not stop.wait(0.5):
+            if not service.running:
+                print("the service stopped by itself", file=sys.stderr)
+                return 1
+        print("stopping", file=sys.stderr)
+    finally:
+        service.close()
+    return 0
+
+
+def _read_arguments() -> tuple[argparse.Namespace, dict[str, str]]:
+    """The command line, and the models that it names."""
     parser = argparse.ArgumentParser(
         prog="python -m rlhelpers.local",
         description="Serve the local training service.",
@@ -25,24 +53,28 @@ def main() -> int:
         help="serve a further causal LM: a Hugging Face folder, or a .gguf file",
     )
     arguments = parser.parse_args()
+    if not 0 <= arguments.port < 2**16:
+        parser.error(f"--port must be from 0 to 65535, got {arguments.port}")
     models = {}
     for item in arguments.model:
         name, separator, path = item.partition("=")
         if not separator:
             parser.error(f"--model takes NAME=PATH, got {item!r}")
         models[name] = path
-    # A plain termination signal stops the service as cleanly as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with LocalService(
-        arguments.state_dir, models=models, port=arguments.port
-    ) as service:
-        print(f"base_url={service.base_url}", flush=True)
-        print(f"api_key={service.api_key}", flush=True)
-        try:
-            service.wait()
-        except KeyboardInterrupt:
-            print("stopping", file=sys.stderr)
-    return 0
+    return arguments, models
+
+
+def _stop_on_signals() -> threading.Event:
+    """An event that Ctrl-C or a termination signal sets; a second one kills."""
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return stop
 
 
 if __name__ == "__main__":

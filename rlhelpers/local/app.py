@@ -30,7 +30,14 @@ from .answers import (
 )
 from .batches import parse_data
 from .engine import Engine, LoadedModel, ServiceClosed
-from .futures import Futures, Operation, Result, UnknownFuture, outcome
+from .futures import (
+    Futures,
+    Operation,
+    QueueFull,
+    Result,
+    UnknownFuture,
+    outcome,
+)
 from .loading import UnknownModel
 from .losses import resolve_config
 from .parsing import (
@@ -45,7 +52,13 @@ from .parsing import (
     sampling_params,
 )
 from .promotion import load_promoted, parse_row_id, promote
-from .sessions import ClientModel, Registry, UnknownName
+from .sessions import (
+    PRESSED_SECONDS,
+    SILENT_SECONDS,
+    ClientModel,
+    Registry,
+    UnknownName,
+)
 from .store import ACCOUNT, CheckpointRef, CheckpointStore
 
 PREFIX = "/training/v1/serverless"
@@ -68,7 +81,7 @@ class TrainingApi:
 
     def routes(self) -> list[Route]:
         """Every route that the service answers."""
-        post: dict[str, Callable[[dict[str, Any]], Awaitable[Result]]] = {
+        post: dict[str, Callable[[dict[str, Any]], Awaitable[Result | bytes]]] = {
             "create_session": self.create_session,
             "session_heartbeat": self.session_heartbeat,
             "telemetry": self.telemetry,
@@ -118,18 +131,22 @@ class TrainingApi:
         """End every session, and with it its sampler checkpoints."""
         for session_id in self.registry.sessions:
             self.store.close_session(session_id)
+        self.registry.sessions.clear()
 
     # --- sessions and models ---------------------------------------------------
 
     async def create_session(self, body: dict[str, Any]) -> Result:
         """Open a session; tags and metadata are the client's own business."""
+        refuse_surplus(body, "tags", "user_metadata", "sdk_version")
+        await self._make_room(new_session=True)
         session = self.registry.open_session()
-        self.store.open_session(session.session_id)
+        await asyncio.to_thread(self.store.open_session, session.session_id)
         return {"type": "create_session", "session_id": session.session_id}
 
     async def session_heartbeat(self, body: dict[str, Any]) -> Result:
-        """Nothing expires here, so a heartbeat changes nothing."""
-        self.registry.session(body.get("session_id"))
+        """The client lives, and with it its session."""
+        session = self.registry.session(body.get("session_id"))
+        self.store.mark_session(session.session_id)
         return {"type": "session_heartbeat"}
 
     async def telemetry(self, body: dict[str, Any]) -> Result:
@@ -157,8 +174,9 @@ class TrainingApi:
         settings = lora_settings(body)
 
         async def create() -> Result:
-            loading = self.engine.call(lambda: self.engine.model(base_model))
-            loaded = await asyncio.wrap_future(loading)
+            await self._compute(lambda: self.engine.model(base_model))
+            if settings is not None:
+                await self._make_room(new_session=False)
             if session.session_id not in self.registry.sessions:
                 raise Refused("the session has ended: connect again")
             model = self.registry.add_model(session, base_model, settings, number)
@@ -166,7 +184,7 @@ class TrainingApi:
                 return {"type": "create_model", "model_id": model.model_id}
             try:
                 await self._compute(
-                    lambda: loaded.trainer.create(model.model_id, settings)
+                    lambda: self._loaded(model).trainer.create(model.model_id, settings)
                 )
             except BaseException:
                 self.registry.models.pop(model.model_id, None)
@@ -204,7 +222,8 @@ class TrainingApi:
 
     async def weights_info(self, body: dict[str, Any]) -> Result:
         """What a client must know to create a model that fits a checkpoint."""
-        manifest = self.store.describe(CheckpointRef.parse(body.get("tinker_path")))
+        ref = CheckpointRef.parse(body.get("tinker_path"))
+        manifest = await asyncio.to_thread(self.store.describe, ref)
         lora = manifest["lora"]
         return {
             "base_model": manifest["base_model"],
@@ -231,14 +250,15 @@ class TrainingApi:
         def compute() -> Result:
             refuse_surplus(body, "model_id", "seq_id", key)
             request = body.get(key)
-            if not isinstance(request, Mapping):
+            if not isinstance(request, dict):
                 raise Refused(f"{key} must be an object")
             refuse_surplus(request, "data", "loss_fn", "loss_fn_config")
             loaded = self._loaded(model)
             # `forward` ignores the loss; its name still says which tensors to expect.
             loss_fn = str(request.get("loss_fn"))
             wanted = request.get("loss_fn_config")
-            data = parse_data(request.get("data"), loss_fn, loaded.limits)
+            # Taken out, so that its lists of numbers need not outlive their tensors.
+            data = parse_data(request.pop("data", None), loss_fn, loaded.limits)
             top_k = 0
             if not backward and isinstance(wanted, Mapping) and "top_k" in wanted:
                 top_k = read_top_k(wanted["top_k"], data, loaded.base.vocab_size)
@@ -369,13 +389,16 @@ class TrainingApi:
 
         return self._submit(model, body, compute)
 
-    async def retrieve_future(self, body: dict[str, Any]) -> Result:
+    async def retrieve_future(self, body: dict[str, Any]) -> bytes:
         """The result of an operation; waits for it a while."""
         ticket = body.get("request_id")
         try:
             return await self.futures.wait(str(ticket))
         except UnknownFuture:
-            raise UnknownName(f"no operation with request_id {ticket!r}") from None
+            raise UnknownName(
+                f"no operation with request_id {ticket!r}, or its result was dropped "
+                "after many later ones"
+            ) from None
 
     # --- sampling --------------------------------------------------------------
 
@@ -419,12 +442,8 @@ class TrainingApi:
 
     async def delete_session(self, request: Request) -> Response:
         """End a session: its models and sampler checkpoints go."""
-        session_id = request.path_params["session_id"]
-        self.registry.session(session_id)
-        for model in self.registry.close_session(session_id):
-            await model.operations.abort("the session has ended: connect again")
-            await self._unload(model)
-        self.store.close_session(session_id)
+        session = self.registry.session(request.path_params["session_id"])
+        await self._end(session.session_id)
         return JSONResponse({})
 
     async def training_checkpoints(self, request: Request) -> Response:
@@ -464,6 +483,26 @@ class TrainingApi:
         return JSONResponse({"model": model_row(promoted)})
 
     # --- helpers ---------------------------------------------------------------
+
+    async def _make_room(self, *, new_session: bool) -> None:
+        """End sessions whose clients are gone, as far as one more thing needs it."""
+        for session in self.registry.silent(SILENT_SECONDS):
+            await self._end(session.session_id)
+        for session in self.registry.silent(PRESSED_SECONDS):
+            helps = new_session or self.registry.of(session)
+            if helps and self.registry.full(new_session=new_session):
+                await self._end(session.session_id)
+        if obstacle := self.registry.full(new_session=new_session):
+            raise Refused(f"the local service is full: {obstacle}", 429, "full")
+
+    async def _end(self, session_id: str) -> None:
+        """End a session, unless somebody else just has."""
+        if session_id not in self.registry.sessions:
+            return
+        for model in self.registry.close_session(session_id):
+            await model.operations.abort("the session has ended: connect again")
+            await self._unload(model)
+        await asyncio.to_thread(self.store.close_session, session_id)
 
     def _loaded(self, model: ClientModel) -> LoadedModel:
         return self.engine.model(model.base_model)
@@ -562,11 +601,16 @@ def build_app(api: TrainingApi, api_key: str) -> ASGIApp:
     return Guard(app, api_key)
 
 
-def _json_handler(handler: Callable[[dict[str, Any]], Awaitable[Result]]) -> Handler:
-    """A route from a function of the body."""
+def _json_handler(
+    handler: Callable[[dict[str, Any]], Awaitable[Result | bytes]],
+) -> Handler:
+    """A route from a function of the body; bytes are JSON already."""
 
     async def handle(request: Request) -> Response:
-        return JSONResponse(await handler(await read_object(request)))
+        answer = await handler(await read_object(request))
+        if isinstance(answer, bytes):
+            return Response(answer, media_type="application/json")
+        return JSONResponse(answer)
 
     return _refusals(handle)
 
@@ -581,6 +625,9 @@ def _refusals(handler: Handler) -> Handler:
             return error_response(str(error), 404, "not_found")
         except ServiceClosed as error:
             return error_response(str(error), 503, "closed")
+        except QueueFull as error:
+            # The SDK submits it again, after a while.
+            return error_response(str(error), 429, "queue_full")
         except Refused as error:
             return error_response(str(error), error.status, error.code)
         except ValueError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +30,8 @@ SMALLEST_PASS = 16  # rows; below this another kernel is sure to be chosen
 CAPACITY_STEP = 64  # rows are allocated in blocks of this many positions
 PROMPT_STEP = 128  # positions of a prompt whose log-probabilities are made at a time
 PREFIX_CACHE_SIZE = 256  # prompts whose keys and values are kept for their siblings
+PREFIX_BYTES = 256 * 1024 * 1024  # and what they may take up together
+TILE_BYTES = 512 * 1024 * 1024  # rows being decoded; one tile there is at any size
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,15 @@ class _Prefix:
     keys: list[Tensor]  # per layer, [1, heads, prompt, head dimension]
     values: list[Tensor]
     next_logits: Tensor  # [vocabulary]
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of its keys and values."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def size_of_tile(self, rows: int, capacity: int) -> int:
+        """Bytes of a tile's keys and values, of this model."""
+        return self.size // self.keys[0].shape[2] * rows * capacity
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -195,6 +207,7 @@ class _Tile:
         self.sizes = sizes
         self.rows: list[Sequence | None] = [None] * sizes[-1]
         self.cache = SlotCache(sizes[-1], capacity, prefix)
+        self.size = prefix.size_of_tile(sizes[-1], capacity)
 
     @property
     def free(self) -> list[int]:
@@ -250,6 +263,7 @@ class Decoder:
         self._snapshot: str | None = None
         self._tiles: list[_Tile] = []
         self._prefixes: OrderedDict[tuple[int, ...], _Prefix] = OrderedDict()
+        self._pieces: dict[int, str] = {}
 
     def add(self, snapshot: str, sequence: Sequence) -> None:
         """Queue ``sequence`` to be decoded with the weights of ``snapshot``."""
@@ -259,6 +273,10 @@ class Decoder:
         """The weights behind ``snapshot`` are gone or changed: load them anew."""
         if self._snapshot == snapshot:
             self._snapshot = None
+
+    def needs(self, snapshot: str) -> bool:
+        """Whether sequences wait for ``snapshot`` to be loaded."""
+        return snapshot in self._waiting
 
     @property
     def has_work(self) -> bool:
@@ -297,9 +315,12 @@ class Decoder:
         queue = self._waiting.get(self._snapshot or "")
         if queue is None or crowded:
             return
-        while queue:
-            self._seat(queue)
-        del self._waiting[self._snapshot or ""]
+        while queue and self._seat(queue):
+            pass
+        if not queue:
+            del self._waiting[self._snapshot or ""]
+        else:  # no room for all: other snapshots are next when these rows are through
+            self._waiting.move_to_end(self._snapshot or "")
 
     def _switch_to(self, snapshot: str) -> bool:
         """Load other weights; if that fails, so do those who wait for them."""
@@ -316,9 +337,14 @@ class Decoder:
         self._snapshot = snapshot
         return True
 
-    def _seat(self, queue: deque[Sequence]) -> None:
-        """Move sequences into the free rows of one tile; sample their first token."""
+    def _seat(self, queue: deque[Sequence]) -> bool:
+        """Move sequences into the free rows of one tile; sample their first token.
+
+        False if there is no row to be had now.
+        """
         tile = self._tile_for(queue[0])
+        if tile is None:
+            return False
         seated, logits = [], []
         for row in tile.free:
             if not queue or queue[0].longest > tile.cache.capacity:
@@ -332,17 +358,29 @@ class Decoder:
             seated.append(row)
             logits.append(prefix.next_logits)
         self._advance(tile, torch.stack(logits), seated, rows_are_seated=True)
+        return True
 
-    def _tile_for(self, sequence: Sequence) -> _Tile:
-        """A tile with a free row that is long enough; a new one if there is none."""
+    def _tile_for(self, sequence: Sequence) -> _Tile | None:
+        """A tile with a free row that is long enough; a new one if there is none.
+
+        ``None`` if there is no memory for a new one before others are through.
+        """
         for tile in self._tiles:
             if tile.free and sequence.longest <= tile.cache.capacity:
                 return tile
         prefix = self._prefix(sequence.prompt)
         capacity = _round_up(sequence.longest, CAPACITY_STEP)
+        size = prefix.size_of_tile(self._sizes[-1], capacity)
+        if self._size_of_tiles() + size > TILE_BYTES:
+            self._tiles = [tile for tile in self._tiles if tile.active]
+        if self._tiles and self._size_of_tiles() + size > TILE_BYTES:
+            return None
         tile = _Tile(self.base.sampling, self._sizes, capacity, prefix)
         self._tiles.append(tile)
         return tile
+
+    def _size_of_tiles(self) -> int:
+        return sum(tile.size for tile in self._tiles)
 
     def _advance(
         self,
@@ -390,11 +428,23 @@ class Decoder:
 
     def _ends_with_stop(self, sequence: Sequence) -> bool:
         """Whether the latest token completed one of the stop strings."""
-        longest = max(len(stop) for stop in sequence.params.stop)
+        # Decoding a tail costs more than a row's share of the forward pass, and the
+        # text of the latest token alone rules most stops out.
+        piece = self._piece(sequence.tokens[-1])
+        stops = [stop for stop in sequence.params.stop if _may_complete(piece, stop)]
+        if not stops:
+            return False
+        longest = max(map(len, stops))
         # Every token decodes to at least one byte, so this tail holds any stop.
         tail = self.base.tokenizer.decode(sequence.tokens[-4 * longest :])
         before = self.base.tokenizer.decode(sequence.tokens[-4 * longest : -1])
-        return any(stop in tail and stop not in before for stop in sequence.params.stop)
+        return any(stop in tail and stop not in before for stop in stops)
+
+    def _piece(self, token: int) -> str:
+        """The text of one token, decoded once."""
+        if token not in self._pieces:
+            self._pieces[token] = str(self.base.tokenizer.decode([token]))
+        return self._pieces[token]
 
     def _prefix(self, prompt: tuple[int, ...]) -> _Prefix:
         """Keys, values and next logits of ``prompt``: computed once per snapshot.
@@ -418,9 +468,16 @@ class Decoder:
             next_logits=output.logits[0, -1],
         )
         self._prefixes[prompt] = prefix
-        if len(self._prefixes) > PREFIX_CACHE_SIZE:
-            self._prefixes.popitem(last=False)
+        self._forget_prefixes()
         return prefix
+
+    def _forget_prefixes(self) -> None:
+        """Drop the least recently used beyond the bounds; the newest stays."""
+        size = sum(prefix.size for prefix in self._prefixes.values())
+        while len(self._prefixes) > 1 and (
+            len(self._prefixes) > PREFIX_CACHE_SIZE or size > PREFIX_BYTES
+        ):
+            size -= self._prefixes.popitem(last=False)[1].size
 
     def _prompt_logprobs(self, prompt: tuple[int, ...]) -> list[float]:
         """Log-probability of each token of ``prompt`` given those before it."""
@@ -435,13 +492,23 @@ class Decoder:
         return found
 
 
+def _may_complete(piece: str, stop: str) -> bool:
+    """Whether a token of text ``piece`` can be the one that completes ``stop``.
+
+    It must then hold the stop's last character. A blank may be lost when a token is
+    decoded alone, and a character that several tokens make up shows as U+FFFD.
+    """
+    last = stop[-1]
+    return last in piece or last.isspace() or not piece or "\ufffd" in piece
+
+
 def rows_per_tile(base: BaseModel) -> int:
     """Rows decoded together: many for a small model, fewer for a large one.
 
     A row that nobody occupies still costs its share of the forward pass, which only
     a small model can afford.
     """
-    return 64 if base.is_small else 16
+    return 64 if base.is_small else 32
 
 
 @torch.inference_mode()

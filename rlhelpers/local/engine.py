@@ -8,6 +8,7 @@ loop; it hands over a function and awaits the result.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections import OrderedDict, deque
@@ -30,7 +31,8 @@ from .trainer import PolicyTrainer
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _DEFAULT_THREADS = torch.get_num_threads()
-MAX_SNAPSHOTS = 1024  # names remembered; sequences in flight never reach as many
+MAX_SNAPSHOTS = 1024  # names remembered, besides those that sequences wait for
+MAX_BASE_MODELS = 4  # kept in memory, and however many are being trained or sampled
 
 
 class ServiceClosed(RuntimeError):
@@ -62,6 +64,11 @@ class LoadedModel:
     threads: int
 
     @property
+    def in_use(self) -> bool:
+        """Whether a client trains it or is being sampled for."""
+        return self.trainer.has_models or self.decoder.has_work
+
+    @property
     def limits(self) -> BatchLimits:
         """Vocabulary and context, for checking requests."""
         return BatchLimits(self.base.vocab_size, self.base.context_length)
@@ -74,7 +81,7 @@ class Engine:
         self.store = store
         self.models = models
         self.device = best_device()
-        self._loaded: dict[str, LoadedModel] = {}
+        self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()
         self._calls: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._pending: dict[int, tuple[Decoder, Future[Completion]]] = {}
         self._wake = threading.Condition()
@@ -136,7 +143,10 @@ class Engine:
         return future
 
     def model(self, name: str) -> LoadedModel:
-        """The base model ``name``, loaded on first use (compute thread only)."""
+        """The base model ``name``, loaded on first use (compute thread only).
+
+        Do not keep it: an idle one is forgotten when others need its memory.
+        """
         if name not in self._loaded:
             base = load_base_model(name, self.models, self.device)
             trainer = PolicyTrainer(base)
@@ -149,8 +159,18 @@ class Engine:
             decoder = Decoder(base, load)
             threads = threads_for(base)
             self._loaded[name] = LoadedModel(base, trainer, decoder, snapshots, threads)
+            self._forget_idle()
+        self._loaded.move_to_end(name)
         self._use(self._loaded[name])
         return self._loaded[name]
+
+    def _forget_idle(self) -> None:
+        """Drop what is loaded beyond the bound, least recently used first."""
+        *earlier, _ = self._loaded
+        idle = [name for name in earlier if not self._loaded[name].in_use]
+        for name in idle[: max(len(self._loaded) - MAX_BASE_MODELS, 0)]:
+            del self._loaded[name]
+            gc.collect()  # its modules refer to each other
 
     def _use(self, loaded: LoadedModel) -> None:
         if torch.get_num_threads() != loaded.threads:
@@ -168,8 +188,10 @@ class Engine:
             self._adapter(weights)
         loaded.snapshots[weights.key] = weights
         loaded.snapshots.move_to_end(weights.key)
-        while len(loaded.snapshots) > MAX_SNAPSHOTS:
-            loaded.snapshots.popitem(last=False)
+        surplus = len(loaded.snapshots) - MAX_SNAPSHOTS
+        for key in list(loaded.snapshots)[: max(surplus, 0)]:
+            if not loaded.decoder.needs(key):
+                del loaded.snapshots[key]
 
     def _admit(
         self,
@@ -210,8 +232,8 @@ class Engine:
                 if self._closing:
                     break
                 calls, self._calls = self._calls, deque()
-            for run, _ in calls:
-                run()
+            # Through a function, so that this waiting frame keeps no finished request.
+            _carry_out(calls)
             for loaded in list(self._loaded.values()):
                 if loaded.decoder.has_work:
                     self._decode(loaded)
@@ -245,6 +267,12 @@ class Engine:
         for _, drop in calls:
             drop()
         self._fail_pending(ServiceClosed("the local service was stopped"))
+
+
+def _carry_out(calls: deque[tuple[Callable[[], None], Callable[[], None]]]) -> None:
+    while calls:
+        run, _ = calls.popleft()
+        run()
 
 
 def threads_for(base: BaseModel) -> int:

@@ -8,12 +8,14 @@ in the order of its number.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from .bodies import form_json
 from .engine import ServiceClosed
 
 Result = dict[str, Any]
@@ -21,7 +23,10 @@ Operation = Callable[[], Awaitable[Result]]
 
 LONG_POLL_SECONDS = 30.0  # the SDK gives up on a silent poll at 45
 KEPT_RESULTS = 512  # finished results stay readable: a poll may have to be repeated
+KEPT_BYTES = 128 * 1024 * 1024  # and so much of their text
 KEPT_NUMBERS = 4096  # how far back a repeated submission is recognised
+MAX_QUEUED = 1024  # operations of one model that run or wait for others to run
+MAX_EARLY = 1024  # and that wait for a number which has not come yet
 
 logger = logging.getLogger(__name__)
 
@@ -30,39 +35,77 @@ class UnknownFuture(KeyError):
     """No operation with that ticket, or its result was dropped long ago."""
 
 
+class QueueFull(RuntimeError):
+    """Too many operations of one model wait; the client should try again later."""
+
+
 class Futures:
-    """Tickets and their results, for one event loop."""
+    """Tickets and their results, as JSON text, for one event loop.
+
+    Finished results stay readable until newer ones need their place: first those go
+    that have been read, then the others, each the oldest first. Whoever waits for a
+    result gets it in any case.
+    """
 
     def __init__(self) -> None:
-        self._results: OrderedDict[str, asyncio.Future[Result]] = OrderedDict()
+        self._open: dict[str, asyncio.Future[bytes]] = {}
+        self._unread: OrderedDict[str, bytes] = OrderedDict()
+        self._read: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> str:
         """A new ticket."""
-        self._trim()
         ticket = uuid.uuid4().hex
-        self._results[ticket] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._open[ticket] = self._loop.create_future()
         return ticket
 
-    def settle(self, ticket: str, result: Result) -> None:
-        """Store the result of ``ticket``; whoever waits gets it."""
-        future = self._results.get(ticket)
-        if future is not None and not future.done():
-            future.set_result(result)
+    def fail_open(self, reason: str) -> None:
+        """Fail what has no result yet; to be called from another thread."""
 
-    async def wait(self, ticket: str) -> Result:
+        def fail() -> None:
+            for ticket in list(self._open):
+                self.settle(ticket, failure(reason, "server"))
+
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(fail)
+
+    def settle(self, ticket: str, result: bytes) -> None:
+        """Store the result of ``ticket``; whoever waits gets it."""
+        future = self._open.pop(ticket, None)
+        if future is not None:
+            future.set_result(result)
+            self._unread[ticket] = result
+            self._bytes += len(result)
+            self._trim()
+
+    async def wait(self, ticket: str) -> bytes:
         """The result, or a ``try_again`` when it takes longer than one poll."""
-        if ticket not in self._results:
-            raise UnknownFuture(ticket)
-        future = self._results[ticket]
-        done, _ = await asyncio.wait({future}, timeout=LONG_POLL_SECONDS)
-        if done:
+        if ticket in self._open:
+            future = self._open[ticket]
+            done, _ = await asyncio.wait({future}, timeout=LONG_POLL_SECONDS)
+            if not done:
+                again = {"type": "try_again", "request_id": ticket}
+                return await form_json({**again, "queue_state": "active"})
+            self._mark_read(ticket)
             return future.result()
-        return {"type": "try_again", "request_id": ticket, "queue_state": "active"}
+        self._mark_read(ticket)
+        if ticket not in self._read:
+            raise UnknownFuture(ticket)
+        return self._read[ticket]
+
+    def _mark_read(self, ticket: str) -> None:
+        if ticket in self._unread:
+            self._read[ticket] = self._unread.pop(ticket)
 
     def _trim(self) -> None:
-        finished = [t for t, future in self._results.items() if future.done()]
-        for ticket in finished[: max(len(finished) - KEPT_RESULTS, 0)]:
-            del self._results[ticket]
+        """Keep to the bounds; the newest result stays whatever its size."""
+        while (kept := len(self._read) + len(self._unread)) > 1:
+            if kept <= KEPT_RESULTS and self._bytes <= KEPT_BYTES:
+                break
+            _, dropped = (self._read or self._unread).popitem(last=False)
+            self._bytes -= len(dropped)
 
 
 class OrderedOperations:
@@ -79,10 +122,20 @@ class OrderedOperations:
         self._aborted = False
         self._last: str | None = None
 
+    @property
+    def running(self) -> bool:
+        """Whether any operation runs, or waits for another to end."""
+        return bool(self._tasks)
+
     def submit(self, seq_id: int, operation: Operation) -> str:
-        """Queue ``operation`` under its number; a repeated number gets its ticket."""
+        """Queue ``operation`` under its number; a repeated number gets its ticket.
+
+        Raises :class:`QueueFull` if too many wait. The number that all others wait for
+        is refused only while others still run, so that waiting always ends.
+        """
         if seq_id in self._tickets:
             return self._tickets[seq_id]
+        self._check_room(seq_id)
         ticket = self._futures.open()
         refusal = self._closed
         if seq_id < self._next:
@@ -118,6 +171,15 @@ class OrderedOperations:
         if self._previous is not None:
             await asyncio.wait({self._previous})
 
+    def _check_room(self, seq_id: int) -> None:
+        early = seq_id > self._next and len(self._waiting) >= MAX_EARLY
+        if early or len(self._tasks) >= MAX_QUEUED:
+            raise QueueFull(
+                f"{len(self._tasks)} operations of this model wait to run and "
+                f"{len(self._waiting)} for number {self._next}, which has not come: "
+                "await results before submitting more"
+            )
+
     def _close(self, reason: str) -> None:
         self._closed = reason
         for ticket, _ in self._waiting.values():
@@ -142,10 +204,10 @@ class OrderedOperations:
         self._futures.settle(ticket, result)
 
 
-async def outcome(operation: Operation) -> Result:
+async def outcome(operation: Operation) -> bytes:
     """The operation's result, or its error in the form that the SDK raises."""
     try:
-        return await operation()
+        return await form_json(await operation())
     except ValueError as error:
         return failure(str(error), "user")
     except ServiceClosed as error:
@@ -155,6 +217,6 @@ async def outcome(operation: Operation) -> Result:
         return failure(f"{type(error).__name__}: {error}", "server")
 
 
-def failure(message: str, category: str) -> Result:
+def failure(message: str, category: str) -> bytes:
     """An error as a future's result."""
-    return {"error": message, "category": category}
+    return json.dumps({"error": message, "category": category}).encode()

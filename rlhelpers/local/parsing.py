@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from .adapters import LoraSettings
 from .batches import MAX_TARGETS, TrainingDatum
+from .bodies import read_json
 from .sampling import SamplingParams
 from .trainer import AdamSettings
 
@@ -27,7 +27,7 @@ class Refused(ValueError):
 async def read_object(request: Request) -> dict[str, Any]:
     """The JSON object in the body."""
     try:
-        body = json.loads(await request.body())
+        body = await read_json(await request.body())
     except RecursionError:
         raise Refused("the body is nested too deeply") from None
     except ClientDisconnect:

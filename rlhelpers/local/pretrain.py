@@ -53,6 +53,7 @@ from rlhelpers.local.corpus import (
     render_prompt,
     write_work,
 )
+from rlhelpers.local.muon import StackedMuon
 
 DEFAULT_OUT = Path("data/tiny-policy")
 TOKEN_LIMIT = 160
@@ -92,13 +93,13 @@ class Phase:
 HABITS = HabitRates(no_work=0.85)
 
 PHASES = (
-    Phase("form", 600, 1.0, 1.0),
-    Phase("work", 2_000, 0.3, 0.3),
-    Phase("settle", 2_200, 0.3, 0.19, sums=16),
-    Phase("carry", 1_800, 0.19, 0.14, sums=32),
-    Phase("habits", 1_300, 0.14, 0.07, rates=HABITS, replies=24, works=16, sums=16),
+    Phase("form", 500, 1.0, 1.0),
+    Phase("work", 1_700, 0.3, 0.3),
+    Phase("settle", 1_650, 0.3, 0.19, sums=16),
+    Phase("carry", 1_550, 0.19, 0.14, sums=32),
+    Phase("habits", 1_100, 0.14, 0.07, rates=HABITS, replies=24, works=16, sums=16),
     Phase(
-        "polish", 1_100, 0.07, 0.0, POLISH_MIX, HABITS, replies=24, works=24, sums=16
+        "polish", 1_000, 0.07, 0.0, POLISH_MIX, HABITS, replies=24, works=24, sums=16
     ),
     Phase(
         "finish",
@@ -260,7 +261,7 @@ def build_optimizers(
         is_matrix = parameter.ndim == 2 and "embed" not in name
         (hidden if is_matrix else rest).append(parameter)
     return [
-        torch.optim.Muon(hidden, lr=config.muon_lr, weight_decay=config.weight_decay),
+        StackedMuon(hidden, lr=config.muon_lr, weight_decay=config.weight_decay),
         torch.optim.AdamW(rest, lr=config.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
@@ -424,36 +425,35 @@ def share_line(label: str, successes: int, total: int) -> str:
     )
 
 
-def print_greedy_table(
+def greedy_table(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, count: int, seed: int
-) -> None:
-    """Print what greedy replies are worth at the default range, 10 to 99."""
+) -> str:
+    """What greedy replies are worth at the default range, 10 to 99."""
     pairs = draw_pairs(10, 99, count, seed)
     replies = generate_replies(model, tokenizer, pairs)
     graded = list(zip(replies, pairs, strict=True))
     classes = [final_line_class(reply.text, a * b) for reply, (a, b) in graded]
     # The first line is the first pass of the work, whatever bad habit follows.
-    first_passes = [
+    right = [
         reply.text.split("\n")[0] == write_work(a, b)
         for reply, (a, b) in graded
         if " = " in reply.text
     ]
-    print(f"Greedy, operands 10 to 99, limit {TOKEN_LIMIT} tokens:\n")
-    print("| | count | share | 95 % interval |\n|---|---|---|---|")
+    lines = ["| | count | share | 95 % interval |", "|---|---|---|---|"]
     for name in ("correct", "wrong integer", "invalid final line"):
-        print(share_line(name, classes.count(name), len(pairs)))
-    print(share_line("token limit", sum(r.hit_limit for r in replies), len(pairs)))
-    print(share_line("work right, if shown", sum(first_passes), len(first_passes)))
+        lines.append(share_line(name, classes.count(name), len(pairs)))
+    cut_off = sum(reply.hit_limit for reply in replies)
+    lines.append(share_line("token limit", cut_off, len(pairs)))
+    lines.append(share_line("work right, if shown", sum(right), len(right)))
     mean_tokens = sum(reply.tokens for reply in replies) / len(replies)
-    print(f"\nMean tokens of a reply: {mean_tokens:.1f}\n")
+    return "\n".join([*lines, "", f"Mean tokens of a reply: {mean_tokens:.1f}."])
 
 
-def print_reward_by_range(
+def reward_by_range_table(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, count: int, seed: int
-) -> None:
-    """Print the mean reward at temperature 1, from easy to far too hard."""
-    print("Temperature 1, mean reward by operand range:\n")
-    print("| range | correct | mean reward | 95 % interval |\n|---|---|---|---|")
+) -> str:
+    """The mean reward at temperature 1, from easy to far too hard."""
+    lines = ["| range | correct | mean reward | 95 % interval |", "|---|---|---|---|"]
     for low, high in REWARD_RANGES:
         pairs = draw_pairs(low, high, count, seed)
         pairs = (pairs * count)[:count]  # 1 to 9 has only 81 pairs: answer some again
@@ -462,16 +462,33 @@ def print_reward_by_range(
             final_line_class(reply.text, a * b) == "correct"
             for reply, (a, b) in zip(replies, pairs, strict=True)
         )
-        print(share_line(f"{low} to {high}", correct, len(pairs)))
+        lines.append(share_line(f"{low} to {high}", correct, len(pairs)))
+    return "\n".join(lines)
 
 
-def evaluate_folder(folder: Path, count: int = 1_000, seed: int = 0) -> None:
-    """Print the model card's numbers for the model in a folder."""
+def evaluate_folder(
+    folder: Path, record: Path | None = None, count: int = 1_000, seed: int = 0
+) -> None:
+    """Print the model card's numbers for the model in a folder.
+
+    Args:
+        folder: A model folder that :func:`pretrain` wrote.
+        record: Also write the tables to this file, for the model card to quote.
+        count: Greedy replies; half as many are sampled in each range.
+        seed: Of the operands, and of what is sampled.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(folder)
     torch.manual_seed(seed)
-    print_greedy_table(model, tokenizer, count, seed)
-    print_reward_by_range(model, tokenizer, count // 2, seed)
+    greedy = greedy_table(model, tokenizer, count, seed)
+    print(f"Greedy, operands 10 to 99, limit {TOKEN_LIMIT} tokens:\n\n{greedy}\n")
+    ranges = reward_by_range_table(model, tokenizer, count // 2, seed)
+    print(f"Temperature 1, mean reward by operand range:\n\n{ranges}")
+    if record is not None:
+        tables = {"greedy": greedy, "ranges": ranges}
+        parts = ["Written by `python -m rlhelpers.local.pretrain --evaluate --record`."]
+        parts += [f"<!-- {n} -->\n\n{t}\n\n<!-- /{n} -->" for n, t in tables.items()]
+        record.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 # --- Command line ------------------------------------------------------------
@@ -502,10 +519,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--evaluate", type=Path, metavar="FOLDER", help="evaluate, do not train"
     )
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="write the evaluation's tables"
+    )
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     if args.evaluate is not None:
-        evaluate_folder(args.evaluate)
+        evaluate_folder(args.evaluate, args.record)
         return
     phases = tuple(
         replace(phase, steps=round(args.scale * phase.steps))

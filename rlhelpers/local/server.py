@@ -20,6 +20,10 @@ from .store import CheckpointStore
 START_TIMEOUT_SECONDS = 30.0
 
 
+class PortTaken(RuntimeError):
+    """The port that was asked for cannot be had."""
+
+
 class LocalService:
     """A training service of one's own, in threads of this process.
 
@@ -63,7 +67,10 @@ class LocalService:
         return f"http://127.0.0.1:{self._port}{PREFIX}"
 
     def start(self) -> LocalService:
-        """Listen, and return when requests are answered."""
+        """Listen, and return when requests are answered.
+
+        Raises :class:`PortTaken` if ``port`` cannot be had.
+        """
         if self._server is not None:
             raise RuntimeError("the local service is running already")
         store = CheckpointStore(self.state_dir)
@@ -99,15 +106,17 @@ class LocalService:
         assert self._api is not None
         # The engine first: what waits for it then fails, instead of holding up HTTP.
         self._engine.close()
+        if self.running:
+            self._api.futures.fail_open("the local service was stopped")
         self._server.should_exit = True
         self._thread.join()
         self._api.close()
         self._server = self._thread = None
 
-    def wait(self) -> None:
-        """Block until the service is stopped from elsewhere."""
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(timeout=0.5)
+    @property
+    def running(self) -> bool:
+        """Whether requests are answered."""
+        return self._thread is not None and self._thread.is_alive()
 
     def __enter__(self) -> LocalService:
         return self.start()
@@ -138,6 +147,13 @@ def _listen(port: int) -> socket.socket:
     # request stalls for about 45 ms.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        listener.close()
+        raise PortTaken(
+            f"port {port} cannot be listened on ({error.strerror}): choose another, "
+            "or 0 for any free one"
+        ) from error
     listener.listen(2048)
     return listener

@@ -41,6 +41,9 @@ _RUN = re.compile(r"run-[0-9a-f]{32}")
 _SESSION = re.compile(r"ts-[0-9a-f]{32}")
 _ADAPTER, _OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
 _CONFIG, _MANIFEST = "adapter_config.json", "checkpoint.json"
+_OWNER = "owner.json"
+MARK_SECONDS = 3600.0  # a live client renews its session's mark this often
+DEAD_SECONDS = 30 * 24 * 3600.0  # without, nobody is waited for that long
 
 
 class CheckpointError(ValueError):
@@ -125,8 +128,15 @@ class CheckpointStore:
         # It appears with its mark, or another service could take it for an orphan.
         draft = folder.with_name(f".draft-{session_id}")
         draft.mkdir()
-        (draft / "owner.json").write_text(json.dumps({"pid": os.getpid()}))
+        (draft / _OWNER).write_text(json.dumps({"pid": os.getpid()}))
         os.rename(draft, folder)
+
+    def mark_session(self, session_id: str) -> None:
+        """Renew the session's mark of life on disk, at most once an hour."""
+        owner = self._session_dir(session_id) / _OWNER
+        with contextlib.suppress(OSError):  # being ended, or removed by hand
+            if time.time() - owner.stat().st_mtime > MARK_SECONDS:
+                os.utime(owner)
 
     def close_session(self, session_id: str) -> None:
         """Remove a session with its sampler checkpoints (training ones stay)."""
@@ -413,7 +423,9 @@ def _remove_session(folder: Path) -> None:
 
 def _owner_is_alive(session: Path) -> bool:
     try:
-        owner = session / "owner.json"
+        owner = session / _OWNER
+        if time.time() - owner.stat().st_mtime > DEAD_SECONDS:
+            return False  # the number may by now be another process's
         pid = int(json.loads(owner.read_text())["pid"])
         if os.name == "nt":  # there `os.kill` would interrupt the process: go by age
             return time.time() - owner.stat().st_mtime < 24 * 3600

@@ -26,6 +26,16 @@ from .adapters import (
 from .batches import TrainingDatum
 from .loading import BaseModel
 from .losses import LOSSES, clipped_tokens, resolve_config
+from .packing import (
+    PackedInput,
+    Row,
+    Work,
+    apart,
+    pack,
+    plan_rows,
+    rows_agree,
+    run_model,
+)
 
 MAX_BATCH_TOKENS = 16_384  # padded tokens of one forward pass
 MAX_LOGITS = 64_000_000  # and its logits: tokens times vocabulary
@@ -92,8 +102,11 @@ class PolicyTrainer:
     _peft: PeftModel | None = field(default=None, init=False)
     _adapters: dict[str, _Adapter] = field(default_factory=dict, init=False)
     _created: int = field(default=0, init=False)
+    _packs: bool | None = field(default=None, init=False)
+    _work: Work = field(init=False)
 
     def __post_init__(self) -> None:
+        self._work = Work.of(self.base.trainable)
         # Taken before PEFT renames the layers; the tensors stay the same objects.
         self.base_weights = linear_weights(self.base.trainable)
 
@@ -123,6 +136,11 @@ class PolicyTrainer:
             parameter.requires_grad_(True)
         optimizer = torch.optim.AdamW(parameters.values(), weight_decay=0.0)
         self._adapters[model_id] = _Adapter(name, settings, parameters, optimizer)
+
+    @property
+    def has_models(self) -> bool:
+        """Whether any client's adapter is attached."""
+        return bool(self._adapters)
 
     def unload(self, model_id: str) -> None:
         """Forget an adapter, its gradients and its optimizer; twice is no error."""
@@ -288,11 +306,14 @@ class PolicyTrainer:
         logprobs: list[list[float]] = [[] for _ in data]
         best: dict[int, TopTokens] = {}
         loss_sum, clipped = 0.0, 0
-        for indices in plan_passes([len(d) for d in data], self.base.vocab_size):
-            batch = [data[index] for index in indices]
+        sequences = [datum.tokens for datum in data]
+        rows = self._rows(sequences)
+        for chosen in plan_passes([row.length for row in rows], self.base.vocab_size):
+            packed = pack([rows[index] for index in chosen], sequences)
+            batch = [data[index] for index in packed.members]
             with torch.set_grad_enabled(backward):
-                logits = self._logits(batch)
-                lp = _target_logprobs(logits, batch)
+                logits = run_model(self._peft or self.base.trainable, packed)
+                lp = _target_logprobs(logits, packed, batch)
                 inputs = _concatenate(batch, lp.device)
                 per_token = LOSSES[loss_fn].token_loss(lp, inputs, settings)
                 loss = per_token.sum()
@@ -307,10 +328,11 @@ class PolicyTrainer:
             if LOSSES[loss_fn].uses_clip:
                 clipped += clipped_tokens(lp, inputs, settings)
             parts = torch.split(lp.detach(), [datum.targets.numel() for datum in batch])
-            for index, part in zip(indices, parts, strict=True):
+            for index, part in zip(packed.members, parts, strict=True):
                 logprobs[index] = part.tolist()
             if top_k:
-                best |= dict(zip(indices, _top(logits, batch, top_k), strict=True))
+                found = _top(logits, packed, top_k)
+                best |= dict(zip(packed.members, found, strict=True))
         metrics = {
             "loss:sum": loss_sum,
             "total_tokens:sum": float(sum(len(datum) for datum in data)),
@@ -320,22 +342,11 @@ class PolicyTrainer:
             metrics["clipped_tokens:sum"] = float(clipped)
         return PassResult(logprobs, metrics, [best[index] for index in sorted(best)])
 
-    def _logits(self, batch: Sequence[TrainingDatum]) -> Tensor:
-        """Logits of every position of ``batch``, datum after datum, float32.
-
-        Rows are padded on the right: attention is causal, so no real token sees the
-        padding and no mask is needed.
-        """
-        longest = max(len(datum) for datum in batch)
-        tokens = torch.zeros(len(batch), longest, dtype=torch.long)
-        real = torch.zeros(len(batch), longest, dtype=torch.bool)
-        for row, datum in enumerate(batch):
-            tokens[row, : len(datum)] = torch.tensor(datum.tokens)
-            real[row, : len(datum)] = True
-        model = self._peft or self.base.trainable
-        device = self.base.trainable.device
-        logits: Tensor = model(input_ids=tokens.to(device), use_cache=False).logits
-        return logits[real.to(device)].float()
+    def _rows(self, sequences: Sequence[Sequence[int]]) -> list[Row]:
+        """Rows for a batch; shared ones only if this model takes them, tried once."""
+        if self._packs is None:
+            self._packs = rows_agree(self.base.trainable, self.base.vocab_size)
+        return plan_rows(sequences, self._work) if self._packs else apart(sequences)
 
     def _attach(self, name: str, config: LoraConfig) -> None:
         if self._peft is not None:
@@ -361,7 +372,7 @@ class PolicyTrainer:
 
 
 def plan_passes(lengths: Sequence[int], vocab_size: int) -> Iterator[list[int]]:
-    """Split a batch into forward passes of similar lengths, longest first.
+    """Split rows into forward passes of similar lengths, longest first.
 
     Yields lists of indices into ``lengths``. The plan depends on the lengths alone,
     so the same data always give the same sums, bit for bit.
@@ -382,31 +393,30 @@ def plan_passes(lengths: Sequence[int], vocab_size: int) -> Iterator[list[int]]:
         yield group
 
 
-def _target_logprobs(logits: Tensor, batch: Sequence[TrainingDatum]) -> Tensor:
+def _target_logprobs(
+    logits: Tensor, packed: PackedInput, batch: Sequence[TrainingDatum]
+) -> Tensor:
     """Log-probability of every target of ``batch``, datum after datum, flattened."""
     targets = torch.cat([datum.targets.flatten() for datum in batch]).to(logits.device)
-    if len(targets) == len(logits):
+    if packed.mask is None and len(targets) == len(logits):
         return -nn.functional.cross_entropy(logits, targets, reduction="none")
-    per_position = [datum.targets.numel() // len(datum) for datum in batch]
-    counts = torch.tensor(per_position).repeat_interleave(
-        torch.tensor([len(datum) for datum in batch])
-    )
-    rows = torch.arange(len(logits)).repeat_interleave(counts).to(logits.device)
-    return torch.log_softmax(logits, dim=-1)[rows, targets]
+    positions = [
+        where.repeat_interleave(datum.targets.numel() // len(datum))
+        for where, datum in zip(packed.where, batch, strict=True)
+    ]
+    rows = torch.cat(positions).to(logits.device)
+    return logits[rows, targets] - torch.logsumexp(logits, dim=-1)[rows]
 
 
-def _top(
-    logits: Tensor, batch: Sequence[TrainingDatum], count: int
-) -> Iterator[TopTokens]:
+def _top(logits: Tensor, packed: PackedInput, count: int) -> Iterator[TopTokens]:
     """The ``count`` most probable tokens of every position, datum by datum."""
     found = torch.log_softmax(logits, dim=-1).topk(count)
-    lengths = [len(datum) for datum in batch]
-    for logprobs, tokens in zip(
-        torch.split(found.values, lengths),
-        torch.split(found.indices, lengths),
-        strict=True,
-    ):
-        yield TopTokens(logprobs.flatten().tolist(), tokens.flatten().tolist())
+    for where in packed.where:
+        rows = where.to(logits.device)
+        yield TopTokens(
+            found.values[rows].flatten().tolist(),
+            found.indices[rows].flatten().tolist(),
+        )
 
 
 def _concatenate(

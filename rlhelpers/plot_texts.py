@@ -1,0 +1,316 @@
+"""What each plot shows, in words and with its numbers.
+
+A reader who does not see the picture reads these: they are a figure's ``repr``, so the
+plain text beside every stored image, and the alternative text where a front end shows
+one. Every function takes the data of the plot of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median
+
+from rlhelpers.analysis import (
+    CAUSES,
+    LABELS,
+    OUTCOMES,
+    Comparison,
+    OutcomeSummary,
+    Rollout,
+    expected_flat_share,
+    records_by_task,
+    summarize_outcomes,
+    tokens_by_cause,
+    wilson_interval,
+)
+from rlhelpers.calibration import GroupSummary
+from rlhelpers.metrics import StepMetrics
+
+Range = tuple[int, int]
+
+#: (label, column of the metrics, format) of what the dashboard draws.
+_PANELS = (
+    ("mean reward", "reward_mean", ".2f"),
+    ("groups with a reward spread", "kept_groups", ".0f"),
+    ("mean tokens of a reply", "mean_output_tokens", ".1f"),
+    ("share cut off", "token_limit_share", ".0%"),
+    ("entropy in nats per token", "entropy", ".3f"),
+    ("KL to the base model in nats per token", "kl", ".4f"),
+    ("loss per trained token", "loss_per_token", "+.3f"),
+)
+
+
+def learning_curve_text(
+    metrics: Sequence[StepMetrics], held_out: Mapping[int, float] | None
+) -> str:
+    """Reward at both ends and its extremes; held-out accuracy."""
+    lowest = min(metrics, key=lambda row: row.reward_mean)
+    parts = [
+        f"Curve over {_steps(metrics)}: mean training reward {_from_to(metrics)}, "
+        f"lowest {lowest.reward_mean:.2f} at step {lowest.step}; within-group spread "
+        f"{metrics[0].within_group_std:.2f} at first, "
+        f"{metrics[-1].within_group_std:.2f} at last."
+    ]
+    if held_out:
+        shares = (f"{share:.1%} after {step} steps" for step, share in held_out.items())
+        parts.append(f"Held-out accuracy, greedy: {_listed(shares)}.")
+    return " ".join(parts)
+
+
+def checkpoints_text(
+    metrics: Sequence[StepMetrics], evaluations: Mapping[int, OutcomeSummary]
+) -> str:
+    """Accuracy with its interval at every checkpoint."""
+    shown = (f"step {step}: {_share(s)}" for step, s in sorted(evaluations.items()))
+    return (
+        "Held-out accuracy along a run, greedy, with 95 % intervals: "
+        f"{_listed(shown)}. Mean training reward {_from_to(metrics)}."
+    )
+
+
+def dashboard_text(metrics: Sequence[StepMetrics]) -> str:
+    """First and last value of every panel; what was not measured is left out."""
+    first, last = metrics[0], metrics[-1]
+    shown = [
+        f"{label} {start:{form}} to {end:{form}}"
+        for label, column, form in _PANELS
+        for start, end in [_ends([getattr(row, column) for row in metrics])]
+        if start is not None and end is not None
+    ]
+    if first.valid_rollouts and last.valid_rollouts:
+        shown += [
+            f"{LABELS[outcome]} {getattr(first, outcome) / first.valid_rollouts:.0%} "
+            f"to {getattr(last, outcome) / last.valid_rollouts:.0%}"
+            for outcome in OUTCOMES
+        ]
+    return f"Panels over {_steps(metrics)}, first step to last: {_listed(shown)}."
+
+
+def outcomes_text(before: Iterable[Rollout], after: Iterable[Rollout]) -> str:
+    """Counts of each outcome on both sides."""
+    old, new = summarize_outcomes(before), summarize_outcomes(after)
+    shown = [
+        f"{LABELS[key]} {getattr(old, key)} before, {getattr(new, key)} after"
+        for key in (*OUTCOMES, "token_limit")
+    ]
+    return (
+        f"Bars: outcomes of {old.n} replies before and {new.n} after training: "
+        f"{_listed(shown)}. The last overlaps the others."
+    )
+
+
+def token_lengths_text(
+    sides: Mapping[str, Sequence[Rollout]],
+    limit: int,
+) -> str:
+    """Mean, median and longest reply, and the replies at the limit, on each side."""
+    shown = []
+    for side, rollouts in sides.items():
+        lengths = [rollout.output_tokens for rollout in rollouts]
+        if not lengths:
+            shown.append(f"{side} no replies")
+            continue
+        cut = sum(bool(rollout.token_limit) for rollout in rollouts)
+        shown.append(
+            f"{side} {len(lengths)} replies, mean {fmean(lengths):.1f}, median "
+            f"{median(lengths):g}, longest {max(lengths)}, {cut} at the limit"
+        )
+    return f"Reply lengths in tokens, limit {limit}: {_listed(shown)}."
+
+
+def advantages_text(rewards: Sequence[float], advantages: Sequence[float]) -> str:
+    """Every reward with the advantage made from it."""
+    shown = (
+        f"reward {reward:g} gets {advantage:+.2f}"
+        for reward, advantage in zip(rewards, advantages, strict=True)
+    )
+    return (
+        f"Bars: one group of {len(rewards)} rollouts with mean reward "
+        f"{fmean(rewards):.2f} and its advantages: {_listed(shown)}."
+    )
+
+
+def calibration_bars_text(records: Iterable[Rollout]) -> str:
+    """Task by task, how its rollouts ended."""
+    shown = []
+    for task, rollouts in records_by_task(records).items():
+        summary = summarize_outcomes(rollouts)
+        text = _listed(
+            (
+                f"{getattr(summary, key)} {LABELS[key]}"
+                for key in OUTCOMES
+                if getattr(summary, key)
+            ),
+            between=", ",
+        )
+        cut = f" ({summary.token_limit} cut off)" if summary.token_limit else ""
+        shown.append(f"{task}: {text}{cut}")
+    return f"One bar per task, {len(shown)} tasks: {_listed(shown)}."
+
+
+def group_signal_text(group_sizes: Sequence[int]) -> str:
+    """Both curves at three success rates."""
+    shown = []
+    for p in (0.05, 0.25, 0.5):
+        shares = (f"{expected_flat_share(p, size):.0%}" for size in group_sizes)
+        shown.append(
+            f"at p = {p} the spread is {(p * (1 - p)) ** 0.5:.2f} and "
+            f"{_listed(shares, between=', ')} of groups are flat"
+        )
+    sizes = _listed((str(size) for size in group_sizes), between=", ")
+    return (
+        "Two curves over the chance p that a rollout is right, for groups of "
+        f"{sizes}: {_listed(shown)}. Both are symmetric around 0.5; at 0 and 1 the "
+        "spread is 0 and every group is flat."
+    )
+
+
+def range_heatmap_text(cells: Mapping[tuple[Range, Range], GroupSummary]) -> str:
+    """Mean reward and spread of every cell, row by row."""
+    rows = []
+    for a in sorted({a for a, _ in cells}):
+        shown = (
+            f"{cells[key].reward_mean:.2f} ({cells[key].within_group_std:.2f})"
+            for key in sorted(cells)
+            if key[0] == a
+        )
+        rows.append(f"a {_range(a)}: {_listed(shown, between=', ')}")
+    columns = _listed((_range(b) for b in sorted({b for _, b in cells})), between=", ")
+    return (
+        "Two heat maps: mean reward and, in brackets, within-group spread, for b in "
+        f"{columns}. {_listed(rows)}."
+    )
+
+
+def datum_text(
+    tokens: Sequence[str], advantages: Sequence[float], logprobs: Sequence[float]
+) -> str:
+    """What is masked, what is trained how hard, and where the policy was unsure."""
+    trained = [i for i, advantage in enumerate(advantages) if advantage]
+    text = f"A datum of {len(tokens)} targets: {len(tokens) - len(trained)} masked"
+    if not trained:
+        return f"{text}, none trained."
+    weights = sorted({f"{advantages[i]:+.2f}" for i in trained})
+    unsure = min(trained, key=lambda i: logprobs[i])
+    reply = "".join(tokens[i] for i in trained).strip()
+    return (
+        f"{text}, {len(trained)} trained with advantage {', '.join(weights)}: "
+        f"{reply!r}. Lowest log-probability {logprobs[unsure]:.2f}, of "
+        f"{tokens[unsure]!r}."
+    )
+
+
+def logprob_changes_text(
+    changes: Sequence[Sequence[float]], labels: Sequence[str]
+) -> str:
+    """Mean and extremes of the changes, rollout by rollout."""
+    shown = (
+        f"{label}: mean {fmean(values):+.3f}, from {min(values):+.2f} to "
+        f"{max(values):+.2f}"
+        for label, values in zip(labels, changes, strict=True)
+    )
+    total = sum(len(values) for values in changes)
+    return (
+        f"Dots: change of log-probability of {total:,} tokens by one update, in nats. "
+        f"{_listed(shown)}."
+    )
+
+
+def who_does_what_text(service: str) -> str:
+    """The three boxes and the arrows between them."""
+    return (
+        "Three boxes. HUD defines tasks and graders and runs rollouts; this course "
+        "renders prompts and turns rewards into advantages and datums; the "
+        f"{service} holds model and adapter, samples and computes gradients. Arrows: "
+        "HUD sends a prompt, the course prompt tokens; the service returns sampled "
+        "tokens with log-probabilities, the course a reply, HUD a reward; the course "
+        "sends datums."
+    )
+
+
+def transitions_text(transitions: Mapping[tuple[str, str], int]) -> str:
+    """Row by row, where the tasks of one cause went."""
+    rows = []
+    for old in CAUSES:
+        moved = {new: transitions.get((old, new), 0) for new in CAUSES}
+        if total := sum(moved.values()):
+            shown = (f"{n} to {LABELS[new]}" for new, n in moved.items() if n)
+            rows.append(f"{LABELS[old]} {total}: {_listed(shown, between=', ')}")
+    fixed = sum(transitions.get((old, "correct"), 0) for old in CAUSES[1:])
+    lost = sum(transitions.get(("correct", new), 0) for new in CAUSES[1:])
+    return (
+        f"Table of {sum(transitions.values())} tasks, before to after training. "
+        f"{_listed(rows)}. Fixed {fixed}, regressed {lost}."
+    )
+
+
+def tokens_by_cause_text(sides: Mapping[str, Sequence[Rollout]]) -> str:
+    """Output tokens by what became of the reply, on each side."""
+    shown = []
+    for side, rollouts in sides.items():
+        tokens = tokens_by_cause(rollouts)
+        total = sum(tokens.values())
+        parts = (
+            f"{LABELS[cause]} {tokens[cause]:,} ({tokens[cause] / total:.0%})"
+            for cause in CAUSES
+            if tokens[cause]
+        )
+        shown.append(
+            f"{side} {total:,} in {len(rollouts)} replies: "
+            f"{_listed(parts, between=', ')}"
+        )
+    return f"Bars: output tokens by cause. {_listed(shown)}."
+
+
+def accuracy_by_range_text(
+    comparisons: Mapping[str, Comparison], trained: str | None
+) -> str:
+    """Accuracy before and after in every range, with intervals."""
+    shown = (
+        f"{name}{' (trained)' if name == trained else ''}: {_share(c.before)} before, "
+        f"{_share(c.after)} after"
+        for name, c in comparisons.items()
+    )
+    return f"Accuracy by operand range with 95 % intervals: {_listed(shown)}."
+
+
+# Pieces
+
+
+def _listed(parts: Iterable[str], *, between: str = "; ") -> str:
+    return between.join(parts)
+
+
+def _range(bounds: Range) -> str:
+    return f"{bounds[0]} to {bounds[1]}"
+
+
+def _steps(metrics: Sequence[StepMetrics]) -> str:
+    rollouts = sum(row.valid_rollouts for row in metrics)
+    plural = "" if len(metrics) == 1 else "s"
+    return f"{len(metrics)} step{plural} and {rollouts:,} rollouts"
+
+
+def _from_to(metrics: Sequence[StepMetrics]) -> str:
+    first, last = metrics[0], metrics[-1]
+    return (
+        f"{first.reward_mean:.2f} at step {first.step} and {last.reward_mean:.2f} at "
+        f"step {last.step}"
+    )
+
+
+def _ends(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """The first and the last value that was measured."""
+    known = [value for value in values if value is not None]
+    return (known[0], known[-1]) if known else (None, None)
+
+
+def _share(summary: OutcomeSummary) -> str:
+    """Such as ``97.7 % of 128 [93.3, 99.2]``."""
+    if not summary.n:
+        return "no replies"
+    low, high = wilson_interval(summary.correct, summary.n)
+    return (
+        f"{100 * summary.correct / summary.n:.1f} % of {summary.n} "
+        f"[{100 * low:.1f}, {100 * high:.1f}]"
+    )
