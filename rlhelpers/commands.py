@@ -9,6 +9,7 @@ printed is plain text.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shlex
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -75,6 +76,8 @@ def _run(work: Coroutine[Any, Any, None], go_on: str = "") -> None:
     except _FAILURES as error:
         raise Stopped(f"{error}{go_on}") from error
     except KeyboardInterrupt:
+        # Requests in flight are given up; the SDK would announce a retry of each.
+        logging.getLogger("fireworks").setLevel(logging.CRITICAL)
         raise KeyboardInterrupt(f"interrupted{go_on}") from None
 
 

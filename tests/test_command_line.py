@@ -538,6 +538,21 @@ def test_a_grader_that_breaks_stops_the_run(
     assert "gone" in err
 
 
+def test_a_reward_that_is_no_number_stops_and_the_others_are_kept(
+    tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    source = tmp_path / "echo_tasks.py"
+    pays = 'yield float("nan") if n == 15 else 1.0\n    yield sum('
+    source.write_text(ECHO.replace("yield sum(", pays), encoding="utf-8")
+    sizes = words("--tasks-per-step 12 --group-size 2 --max-tokens 4")
+    code, _, err = cli("calibrate", "--tasks-file", str(source), *sizes)
+    assert code == 1
+    assert err.startswith("stopped: ")
+    assert "digits-" in err
+    (folder,) = tmp_path.glob("calibrate-*")
+    assert len(read_rollouts(folder / "rollouts.jsonl")) == 22
+
+
 # -- a run of a notebook, and diagnosis -------------------------------------------
 
 
