@@ -708,6 +708,8 @@ def connect(
     Raises:
         ValueError: Unknown backend or model, a limit that is not positive, or prices
             that are none; nothing was sent.
+        PromptTooLong: Prompt and longest reply do not fit the context; nothing was
+            sent.
         MissingKey: No key for Fireworks; nothing was sent.
         TokenizerUnavailable: The tokenizer could not be downloaded; nothing was sent.
         ServiceRefused: The service refused the session; the message says why.
