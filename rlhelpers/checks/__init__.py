@@ -39,6 +39,11 @@ from rlhelpers.checks.one_update import (
     check_datum_rows,
     check_on_policy_loss,
 )
+from rlhelpers.checks.reward_design import (
+    check_missing_case,
+    check_reward,
+    labelled_replies,
+)
 
 __all__ = [
     "REMEDIES",
@@ -56,13 +61,16 @@ __all__ = [
     "check_grader",
     "check_group_size",
     "check_mcnemar",
+    "check_missing_case",
     "check_on_policy_loss",
     "check_remedies",
     "check_resume_plan",
+    "check_reward",
     "check_reward_tests",
     "check_spread",
     "check_tasks_needed",
     "check_three_outcomes",
     "check_transitions",
     "labelled_answers",
+    "labelled_replies",
 ]
