@@ -508,18 +508,20 @@ def _step_result(
         logprobs = tuple(o["logprobs"].to_numpy() for o in output.loss_fn_outputs)
         loss = output.metrics.get("loss:sum")
     tokens = row["trained_tokens"]
+    worst = _ratio_error(datums, logprobs)
     metrics = StepMetrics(
         **row,
         **clock.split(),
         loss=loss,
         loss_per_token=loss / tokens if loss is not None and tokens else None,
+        max_ratio_error=worst,
     )
     return StepResult(
         metrics=metrics,
         runs=tuple(runs),
         records=tuple(records),
         datums=tuple(datums),
-        max_ratio_error=_ratio_error(datums, logprobs),
+        max_ratio_error=worst,
         logprobs=logprobs,
         service_metrics=dict(output.metrics) if output is not None else {},
     )

@@ -83,7 +83,7 @@ class ServiceProcess:
         return self._wait()
 
     def _wait(self) -> int:
-        code = self.process.wait(timeout=120)
+        code = self.process.wait(timeout=300)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code

@@ -212,7 +212,7 @@ def test_an_idle_service_keeps_no_request(own_wire: Wire, loss_fn: str) -> None:
     answer = own_wire.http.post(f"{own_wire.training}/forward_backward", content=marked)
     assert "['junk']" in str(own_wire.result(str(answer.json()["request_id"])))
     gc.collect()
-    left = [x for x in gc.get_objects() if isinstance(x, list) and len(x) == length]
+    left = [x for x in gc.get_objects() if type(x) is list and len(x) == length]
     assert not left
 
 

@@ -127,7 +127,7 @@ def test_a_signal_while_it_saves_leaves_only_whole_checkpoints(
 
     saving = threading.Thread(target=save)
     saving.start()
-    assert enough.wait(timeout=120)
+    assert enough.wait(timeout=300)
     assert service.stop() == 0
     saving.join(timeout=60)
     assert not saving.is_alive()
@@ -142,7 +142,7 @@ def run_service(*arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -171,7 +171,10 @@ class Registry:
             case ["accounts", _, "trainingSessions", session_id]:
                 base = self.session(session_id).base_model
                 if base is None:
-                    raise UnknownName(f"session {session_id!r} has no model yet")
+                    raise UnknownName(
+                        f"session {session_id!r} has no model yet: create a training "
+                        "client first, then sample from its base model"
+                    )
                 return Weights(base)
             case ["accounts", _, "trainingSamplers", *base_parts] if base_parts:
                 return Weights("/".join(base_parts))

@@ -268,7 +268,7 @@ def own_loss(task: Task) -> Record:
 
     def negative_sum(data: Any, logprobs: Any) -> tuple[Any, dict[str, float]]:
         total = sum(values.sum() for values in logprobs)
-        return -total, {"summed": float(total)}
+        return -total, {"summed": total.item()}
 
     for name in ("service", "own"):
         service = FiretitanServiceClient()
