@@ -286,8 +286,11 @@ def recalibrate(page: Any, lab: Lab, shot: Shot) -> None:
     assert table.locator("tr").count() == 7
 
     for operand in ("first operand", "second operand"):  # both from 1 to 1: one pair
-        slide(page, panel, operand, "Home", ".noUi-handle-lower")
-        slide(page, panel, operand, "Home", ".noUi-handle-upper")
+        slider = panel.locator(".widget-hslider", has_text=operand)
+        for handle, shown in (("lower", r"^1\W+99$"), ("upper", r"^1\W+1$")):
+            slide(page, panel, operand, "Home", f".noUi-handle-{handle}")
+            readout = slider.locator(".widget-readout")
+            playwright.expect(readout).to_have_text(re.compile(shown))
     button.click()
     playwright.expect(panel).to_contain_text("ValueError")
 
