@@ -1,11 +1,12 @@
 # lab   set up if needed, then JupyterLab on the course
 # test  set up if needed, then the checks and all tests
 # run   set up if needed, then the whole course headless into runs/notebooks/
-#       (ARGS="-p NAME VALUE" sets a notebook parameter)
-# smollm2  the same for notebook 04 on SmolLM2-135M, a real open-weight model
-# clean remove what runs wrote; .venv stays
+#       (ARGS="-p NAME VALUE" sets a notebook parameter, ARGS="--solutions" runs the
+#       exercises' solutions as well)
 # notebooks  run the course and store every notebook with its new outputs
 #       (ARGS="--only 05" for some), unless one fails or leaves something unclean
+# smollm2  notebook 04 headless on SmolLM2-135M, a real open-weight model
+# clean remove what runs wrote; .venv stays
 
 .DEFAULT_GOAL := lab
 .PHONY: lab test run notebooks smollm2 clean setup

@@ -72,6 +72,7 @@ def draw_all(metrics: list[StepMetrics], rollouts: list[Any]) -> list[Figure]:
         plots.plot_tokens_by_cause(rollouts, rollouts[:12]),
         plots.plot_accuracy_by_range({"1 to 9": compare_before_after(*paired)}),
         plots.plot_checkpoints(metrics, {0: summarize_outcomes(rollouts)}),
+        plots.plot_reward_and_truth({"a": metrics, "b": metrics}, {"a": {0: 0.7}}),
     ]
 
 
@@ -136,6 +137,23 @@ def test_dashboard_shows_kl_only_where_it_was_measured(
     assert last_title(metrics) == "Loss (no measure of progress)"
     measured = [*metrics, StepMetrics.example(step=9, kl=0.01)]
     assert last_title(measured) == "KL to the base model"
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [
+        ([0.0, 0.5], (0.0, 0.55)),
+        ([-0.01, 0.5], (-0.011, 0.55)),  # an estimate below 0 stays in sight
+        ([1e-6, 2e-6], (0.0, 0.01)),  # noise around 0 does not fill the panel
+    ],
+)
+def test_the_kl_panel_has_room_for_what_was_measured(
+    values: list[float], limits: tuple[float, float]
+) -> None:
+    rows = [StepMetrics.example(step=s, kl=kl) for s, kl in enumerate(values, start=1)]
+    figure = plots.plot_training_dashboard(rows)
+    (axes,) = (a for a in figure.axes if a.get_title().startswith("KL"))
+    assert axes.get_ylim() == pytest.approx(limits)
 
 
 def test_outcome_counts_stand_on_the_bars(rollouts: list[Any]) -> None:
@@ -304,3 +322,22 @@ def test_checkpoints_without_an_evaluation_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="no evaluations"):
         plots.plot_checkpoints(metrics, {})
+
+
+def test_reward_and_truth_are_drawn_apart(metrics: list[StepMetrics]) -> None:
+    held_out = {"gamed": {0: 0.7, 8: 0.2}}
+    figure = plots.plot_reward_and_truth({"gamed": metrics, "other": metrics}, held_out)
+    above, other, below, _ = figure.axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in above.get_lines()}
+    assert lines["mean reward"] == pytest.approx([0.4 + 0.05 * n for n in range(1, 9)])
+    assert lines["share right"] == [40 / 64] * 8
+    assert lines["held-out accuracy, greedy"] == [0.7, 0.2]
+    assert list(below.get_lines()[0].get_ydata()) == [60.0 - n for n in range(1, 9)]
+    # A run that was not evaluated has no diamonds.
+    assert [len(line.get_ydata()) for line in other.get_lines()] == [8, 8, 0]
+    words = str(figure)
+    assert "gamed, 8 steps and 512 rollouts: mean reward 0.45 at step 1" in words
+    assert "share right 62% to 62%; mean tokens of a reply 59.0 to 52.0" in words
+    assert "held-out accuracy, greedy, 70.0% after 0 steps, 20.0% after 8" in words
+    with pytest.raises(ValueError, match="no runs"):
+        plots.plot_reward_and_truth({}, {})

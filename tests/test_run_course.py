@@ -62,6 +62,22 @@ def test_all_notebooks_run_in_order_with_their_parameters(
     assert "rate 0.1" in copies["02_b.ipynb"]
 
 
+def test_solutions_run_only_if_asked_for(
+    runner: ModuleType, course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in ("01", "02"):
+        name = f"{number}_solutions.ipynb"
+        write(course / "solutions", name, "SIZE = 1", "print('solved', SIZE)")
+    assert run(runner, course, "--only", "01") == 0
+    assert "01_solutions" not in capsys.readouterr().out
+    assert run(runner, course, "--only", "01", "--solutions", "-p", "SIZE", "3") == 0
+    printed = capsys.readouterr().out
+    assert printed.index("[1/2] 01_a.ipynb") < printed.index("[2/2] 01_solutions.ipynb")
+    assert "02_solutions" not in printed
+    copy = course.parent / "out" / "01_solutions.ipynb"
+    assert "solved 3" in copy.read_text()
+
+
 def test_first_failure_stops_and_is_named(
     runner: ModuleType, course: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
