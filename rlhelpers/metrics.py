@@ -64,7 +64,7 @@ class StepMetrics:
 
     seconds: float  # the whole step; the four parts below add up to it
     sampling_seconds: float | None = None  # waiting for completions
-    training_seconds: float | None = None  # forward_backward, optim_step, saving
+    training_seconds: float | None = None  # forward_backward, optim_step, saving, KL
     hud_seconds: float | None = None  # task start, grading, traces
     other_seconds: float | None = None
 
@@ -77,7 +77,7 @@ class StepMetrics:
     kl: float | None = None  # nats per token, to the base model; None: not measured
     max_ratio_error: float | None = None  # largest |ratio − 1| of a trained token
 
-    prefill_tokens: int  # prompt tokens read while sampling
+    prefill_tokens: int  # prompts read while sampling; rollouts read for the KL
     sampled_tokens: int
     trained_tokens: int  # output tokens in the datums
 

@@ -293,6 +293,7 @@ def planned_work(
     max_tokens: int | None,
     max_operand: int | None,
     own_tasks: bool,
+    forwards: int = 0,
 ) -> PlannedWork:
     if rollouts is None:
         rollouts = preset.steps * preset.rollouts_per_step
@@ -313,6 +314,7 @@ def planned_work(
         datums=rollouts if datums is None else datums,
         prompt_tokens=max(length, 0),
         max_tokens=longest,
+        forwards=forwards,
     )
 
 
