@@ -23,6 +23,7 @@ from side_by_side import (
     alternate,
     base_parser,
     draw_tasks,
+    median_cpu,
     median_rate,
     median_seconds,
     open_session,
@@ -98,12 +99,13 @@ def report(timings: dict[str, list[Timing]]) -> None:
     names = list(timings)
     before = [None, *names]
     print_table(
-        ("rollouts", "seconds", "rollouts/s", "against the size before"),
+        ("rollouts", "seconds", "rollouts/s", "CPU ms each", "against the size before"),
         [
             (
                 name,
                 f"{median_seconds(timings[name]):.2f}",
                 f"{median_rate(timings[name]):.1f}",
+                f"{1000 * median_cpu(timings[name]) / timings[name][0].work:.1f}",
                 "" if last is None else str(ratio(timings[name], timings[last])),
             )
             for name, last in zip(names, before, strict=False)

@@ -29,7 +29,9 @@ from side_by_side import (
     add_threads,
     alternate,
     base_parser,
+    cpu_ratio,
     draw_tasks,
+    median_cpu,
     median_rate,
     median_seconds,
     open_session,
@@ -41,6 +43,7 @@ from side_by_side import (
     where,
 )
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from rlhelpers.models import ModelPreset
 from rlhelpers.sampling import (
@@ -65,6 +68,7 @@ class Requests:
 
 def load_plain_model(preset: ModelPreset) -> PreTrainedModel:
     """The base model as anyone would load it for sampling."""
+    logging.disable_progress_bar()
     place, options = preset.files
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         place, dtype=torch.float32, attn_implementation="sdpa", **options
@@ -175,11 +179,12 @@ def report(timings: dict[str, list[Timing]], count: int) -> None:
     """Print the table and the ratios; the service comes first."""
     print(where())
     print_table(
-        ("", "seconds", "tokens/s", "tokens/reply"),
+        ("", "seconds", "CPU s", "tokens/s", "tokens/reply"),
         [
             (
                 name,
                 f"{median_seconds(side):.3f}",
+                f"{median_cpu(side):.3f}",
                 f"{median_rate(side):,.0f}",
                 f"{sum(t.work for t in side) / (count * len(side)):.1f}",
             )
@@ -189,7 +194,9 @@ def report(timings: dict[str, list[Timing]], count: int) -> None:
     ours, *rivals = timings
     ratios = {name: ratio(timings[ours], timings[name]) for name in rivals}
     for name, value in ratios.items():
+        cpu = cpu_ratio(timings[ours], timings[name])
         print(f"tokens per second, {ours} against {name}: {value}")
+        print(f"  per CPU second: {cpu}")
     print(verdict(GOAL, min(value.median for value in ratios.values())))
 
 

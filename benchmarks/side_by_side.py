@@ -11,9 +11,10 @@ import argparse
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,10 +28,15 @@ from rlhelpers.service import TrainingSession
 
 @dataclass(frozen=True)
 class Timing:
-    """One side in one round: wall seconds, and how much work they did."""
+    """One side in one round: wall seconds, how much work they did, CPU seconds.
+
+    The CPU time is that of the whole process. Other processes hardly change it, so on a
+    busy machine it tells more than the wall time.
+    """
 
     seconds: float
     work: float
+    cpu: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -62,9 +68,11 @@ async def alternate(sides: Mapping[str, Side], rounds: int) -> dict[str, list[Ti
     for number in range(rounds + 1):
         order = list(sides) if number % 2 else list(reversed(sides))
         for name in order:
+            before = time.process_time()
             timing = await sides[name](number)
+            used = time.process_time() - before
             if number:
-                timings[name].append(timing)
+                timings[name].append(replace(timing, cpu=used))
     return timings
 
 
@@ -76,6 +84,19 @@ def ratio(ours: Sequence[Timing], theirs: Sequence[Timing]) -> Ratio:
     """
     values = [a.rate / b.rate for a, b in zip(ours, theirs, strict=True)]
     return Ratio(statistics.median(values), min(values), max(values))
+
+
+def cpu_ratio(ours: Sequence[Timing], theirs: Sequence[Timing]) -> Ratio:
+    """The same with work per CPU second."""
+    return ratio(
+        [Timing(timing.cpu, timing.work) for timing in ours],
+        [Timing(timing.cpu, timing.work) for timing in theirs],
+    )
+
+
+def median_cpu(timings: Sequence[Timing]) -> float:
+    """Median CPU time of a side's rounds."""
+    return statistics.median(timing.cpu for timing in timings)
 
 
 def median_seconds(timings: Sequence[Timing]) -> float:

@@ -14,7 +14,8 @@ Inside is given twice. By wall clock it includes the moments in which the comput
 waits for Python's global lock, held by the threads that serve HTTP and run HUD. By CPU
 time of the compute thread it leaves those out, and so counts them as outside: the
 stricter figure, and the one that the goal is held against. On a busy machine it also
-counts as outside what other processes take.
+counts as outside what other processes take; there, read the third figure, the share of
+all CPU time that the process uses, which takes no account of what runs side by side.
 """
 
 from __future__ import annotations
@@ -221,6 +222,10 @@ def report_share(steps: Sequence[MeasuredStep], config: TrainConfig) -> None:
     print(
         f"outside the model's own compute: {outside:.1%} (by wall clock {by_wall:.1%})"
     )
+    everything = [step.threads.get("all threads", 0.0) for step in steps]
+    if all(everything):
+        shares = [1 - sum(s.cpu.values()) / s.threads["all threads"] for s in steps]
+        print(f"outside it, of the process's CPU time: {middle(shares):.1%}")
     print(f"goal under {GOAL:.0%}: {'reached' if outside < GOAL else 'MISSED'}")
 
 
@@ -238,7 +243,7 @@ def report_floor(
         "training": (middle([w.training for w in works]), wide),
     }
     print_table(
-        ("median a step", "GFLOP", "GFLOP/s", "floor s"),
+        ("median a step", "GFLOP", "GFLOP per CPU s", "floor s"),
         [
             (name, f"{work / 1e9:.2f}", f"{speed / 1e9:.0f}", f"{work / speed:.3f}")
             for name, (work, speed) in parts.items()
@@ -246,7 +251,11 @@ def report_floor(
     )
     floor = sum(work / speed for work, speed in parts.values())
     seconds = middle([step.seconds for step in steps])
-    print(f"floor {floor:.3f} s; the step takes {seconds / floor:.1f} times as long")
+    own = middle([sum(step.cpu.values()) for step in steps])
+    print(
+        f"floor {floor:.3f} s of CPU time; the model's own compute takes "
+        f"{own / floor:.1f} times as long, the step {seconds / floor:.1f} times"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

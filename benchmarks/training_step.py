@@ -34,7 +34,9 @@ from side_by_side import (
     add_threads,
     alternate,
     base_parser,
+    cpu_ratio,
     draw_tasks,
+    median_cpu,
     median_seconds,
     open_session,
     print_table,
@@ -215,11 +217,12 @@ def report(
     """Print table, ratios and agreement; SystemExit if the losses disagree."""
     print(where())
     print_table(
-        ("", "seconds", "first loss", "last loss"),
+        ("", "seconds", "CPU s", "first loss", "last loss"),
         [
             (
                 name,
                 f"{median_seconds(side):.3f}",
+                f"{median_cpu(side):.3f}",
                 f"{losses[name][0]:.4f}",
                 f"{losses[name][-1]:.4f}",
             )
@@ -232,6 +235,7 @@ def report(
             f"updates per second, {ours} against {name}: "
             f"{ratio(timings[ours], timings[name])}"
         )
+        print(f"  per CPU second: {cpu_ratio(timings[ours], timings[name])}")
     gap = max(
         abs(a - b) / trained
         for name in rivals

@@ -843,7 +843,9 @@ def _kl_or_loss_panel(
         measured = np.isfinite(kl)
         axes.plot(steps[measured], kl[measured], "o-", color=COLORS["reward"], ms=4)
         axes.set(title="KL to the base model", ylabel="nats per token")
-        axes.set_ylim(bottom=0)
+        # An estimate can fall below 0, and one near 0 needs no magnifying glass.
+        low, high = float(kl[measured].min()), float(kl[measured].max())
+        axes.set_ylim(min(0.0, 1.1 * low), max(0.01, 1.1 * high))
         return
     axes.axhline(0, color="black", linewidth=1)
     loss = _numbers(metrics, "loss_per_token")

@@ -139,6 +139,7 @@ class TrainingSession:
         self._keep_session = keep_session
         self._service: FiretitanServiceClient | None = open_service()
         self._training_client: FiretitanTrainingClient | None = None
+        self._reference: FiretitanTrainingClient | None = None
         self._samplers: list[PolicySampler] = []
         self._runtimes: dict[asyncio.AbstractEventLoop, Shared] = {}
         self._names: set[str] = set()
@@ -184,11 +185,27 @@ class TrainingSession:
             self._training_client = _counted(client, self.usage)
         return self._training_client
 
+    def reference(self) -> FiretitanTrainingClient:
+        """A client of the frozen base model, which answers ``forward`` only.
+
+        Created on first use; what it reads counts as prefill.
+
+        Raises:
+            ServiceRefused: The service offers no such client.
+        """
+        if self._reference is None:
+            with explained(self.preset):
+                client = self.service_client.create_base_training_client(
+                    self.preset.base_model
+                )
+            self._reference = _counted(client, self.usage)
+        return self._reference
+
     def _renew_service(self) -> None:
         """Replace the SDK session, because one session refuses a second like run."""
         self._close_samplers()
         self._close_service(delete=True)
-        self._training_client = None
+        self._training_client = self._reference = None
         self.updates = 0
         self._names.clear()
         self._snapshots.clear()
@@ -639,6 +656,7 @@ def connect(
     token_limit: int | None = None,
     planned_rollouts: int | None = None,
     planned_datums: int | None = None,
+    planned_forwards: int = 0,
     max_tokens: int | None = None,
     max_operand: int | None = None,
     prices: Sequence[float] | None = None,
@@ -666,9 +684,11 @@ def connect(
             else the public host; https, unless it is on loopback.
         token_limit: Most tokens (prefill, sampled and trained together) that the
             session may use; None takes the preset's, which is no limit locally.
-        planned_rollouts: For the banner, like the next three; None means the preset's
+        planned_rollouts: For the banner, like the next four; None means the preset's
             full run.
         planned_datums: How many of them may be trained on; None means all.
+        planned_forwards: How many of them a forward pass reads again, such as
+            ``TrainConfig.kl_rollouts``.
         max_tokens: Their longest reply; None means the preset's.
         max_operand: The largest operand; None means the preset's. Tasks of your own
             are taken to fill the context.
@@ -688,6 +708,8 @@ def connect(
     Raises:
         ValueError: Unknown backend or model, a limit that is not positive, or prices
             that are none; nothing was sent.
+        PromptTooLong: Prompt and longest reply do not fit the context; nothing was
+            sent.
         MissingKey: No key for Fireworks; nothing was sent.
         TokenizerUnavailable: The tokenizer could not be downloaded; nothing was sent.
         ServiceRefused: The service refused the session; the message says why.
@@ -719,6 +741,7 @@ def connect(
             tokenizer,
             rollouts=planned_rollouts,
             datums=planned_datums,
+            forwards=planned_forwards,
             max_tokens=max_tokens,
             max_operand=max_operand,
             own_tasks=task_runtime is not None,

@@ -15,10 +15,11 @@ from rlhelpers.arithmetic import (
     grade_final_integer,
     graded_environment,
 )
-from rlhelpers.checks import LabelledAnswer, labelled_answers
-from rlhelpers.checks_rewards import (
+from rlhelpers.checks import (
+    LabelledAnswer,
     check_missing_case,
     check_reward,
+    labelled_answers,
     labelled_replies,
 )
 from rlhelpers.datums import RolloutFailed

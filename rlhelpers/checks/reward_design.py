@@ -7,10 +7,10 @@ from typing import cast
 
 from rlhelpers.advantages import finite_reward
 from rlhelpers.analysis import OUTCOMES, classify_outcome
-from rlhelpers.checks import LabelledAnswer, labelled_answers
+from rlhelpers.checks.environment_and_grader import LabelledAnswer, labelled_answers
 from rlhelpers.rewards import Grader, misranked, reward_of
 
-_REPLIES = Path(__file__).resolve().parents[1] / "data" / "labelled_replies.jsonl"
+_REPLIES = Path(__file__).resolve().parents[2] / "data" / "labelled_replies.jsonl"
 
 _WORK = "47 * 36 = 47 * 30 + 47 * 6 = 1410 + 282 = 1692"
 _SHORT, _LONG = f"{_WORK}\n1692", "\n".join([_WORK] * 4) + "\n1692"
