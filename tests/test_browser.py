@@ -41,14 +41,16 @@ ERROR = "application/vnd.jupyter.error"
 STDERR = "application/vnd.jupyter.stderr"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SETTINGS = "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
+NOTIFICATIONS = "@jupyterlab/apputils-extension/notification.jupyterlab-settings"
 #: Parameters of the copies, so that six notebooks take minutes and not a quarter hour.
 #: 05 and 06 read the run that 04 leaves.
 SMALLER: dict[str, dict[str, Any]] = {
     "02_calibration": {"HEAT_MAP_TASKS": 1, "HEAT_MAP_GROUP_SIZE": 2},
     "03_one_update": {"EVALUATION_TASKS": 2},
-    "04_full_run": {"STEPS": 6, "EVALUATION_TASKS": 16, "INTERRUPT_AFTER": 2},
+    "04_full_run": {"STEPS": 7, "EVALUATION_TASKS": 16, "INTERRUPT_AFTER": 5},
     "05_before_and_after": {"EVALUATION_TASKS": 8},
     "06_checkpoints": {"STEPS": 4, "EVALUATION_TASKS": 8},
+    "10_reward_design": {"STEPS": 2, "EVALUATION_TASKS": 8},
 }
 PICTURED = "04_full_run"  # at its defaults where pictures are asked for
 
@@ -111,6 +113,10 @@ def lab(
     settings = folder / "settings" / SETTINGS
     settings.parent.mkdir(parents=True)
     settings.write_text('{"windowingMode": "none"}', encoding="utf-8")
+    # Nor may a question about news lie over a picture, or anything be fetched.
+    quiet = folder / "settings" / NOTIFICATIONS
+    quiet.parent.mkdir(parents=True)
+    quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}', "utf-8")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -280,8 +286,11 @@ def recalibrate(page: Any, lab: Lab, shot: Shot) -> None:
     assert table.locator("tr").count() == 7
 
     for operand in ("first operand", "second operand"):  # both from 1 to 1: one pair
-        slide(page, panel, operand, "Home", ".noUi-handle-lower")
-        slide(page, panel, operand, "Home", ".noUi-handle-upper")
+        slider = panel.locator(".widget-hslider", has_text=operand)
+        for handle, shown in (("lower", r"^1\W+99$"), ("upper", r"^1\W+1$")):
+            slide(page, panel, operand, "Home", f".noUi-handle-{handle}")
+            readout = slider.locator(".widget-readout")
+            playwright.expect(readout).to_have_text(re.compile(shown))
     button.click()
     playwright.expect(panel).to_contain_text("ValueError")
 
