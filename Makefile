@@ -1,7 +1,8 @@
 # lab   set up if needed, then JupyterLab on the course
 # test  set up if needed, then the checks and all tests
 # run   set up if needed, then the whole course headless into runs/notebooks/
-#       (ARGS="-p NAME VALUE" sets a notebook parameter)
+#       (ARGS="-p NAME VALUE" sets a notebook parameter, ARGS="--solutions" runs the
+#       exercises' solutions as well)
 # notebooks  run the course and store every notebook with its new outputs
 #       (ARGS="--only 05" for some), unless one fails or leaves something unclean
 # smollm2  notebook 04 headless on SmolLM2-135M, a real open-weight model

@@ -47,6 +47,7 @@ from rlhelpers.analysis import classify_outcome  # noqa: E402
 from rlhelpers.arithmetic import grade_final_integer  # noqa: E402
 from rlhelpers.calibration import calibrate  # noqa: E402
 from rlhelpers.datums import RolloutFailed, make_datum, make_training_batch  # noqa: E402
+from rlhelpers.diagnosis import diagnose  # noqa: E402
 from rlhelpers.evaluation import evaluate  # noqa: E402
 from rlhelpers.sampling import PolicyAgent  # noqa: E402
 from rlhelpers.service import connect  # noqa: E402
@@ -66,6 +67,7 @@ __all__ = [
     "calibrate",
     "classify_outcome",
     "connect",
+    "diagnose",
     "evaluate",
     "grade_final_integer",
     "group_relative_advantages",

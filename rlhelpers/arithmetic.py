@@ -15,6 +15,7 @@ from hud.environment import Environment
 from hud.graders import EvaluationResult
 
 from rlhelpers.answers import LongInteger, parse_final_integer
+from rlhelpers.rewards import Grader, reward_of
 
 PROMPT_TEMPLATE = (
     "Compute {a} * {b}. "
@@ -76,3 +77,33 @@ async def multiply(a: int, b: int) -> AsyncGenerator[Any, Any]:
     """Ask for ``a * b``, then grade the reply that comes back."""
     answer = yield PROMPT_TEMPLATE.format(a=a, b=b)
     yield grade_final_integer(answer, a * b)
+
+
+def graded_environment(grader: Grader, *, name: str) -> Environment:
+    """The same environment under a grader of your own: same prompt, other reward.
+
+    The grade's ``info`` stays the course's own, so that a rollout's outcome says what
+    the reply is, whatever is paid for it.
+
+    Args:
+        grader: Called with the reply and the right product; returns a finite number,
+            or an object with one in ``reward``. What it raises, and a reward that is
+            missing or not finite, fails the rollout, and that stops the step.
+        name: The environment's name; tasks carry it.
+
+    Returns:
+        A HUD environment with one template, ``multiply``.
+
+    >>> graded_environment(grade_final_integer, name="strict").templates.keys()
+    dict_keys(['multiply'])
+    """
+    environment = Environment(name)
+
+    @environment.template(id=multiply.id, description=f"Multiply; graded by {name}.")
+    async def graded(a: int, b: int) -> AsyncGenerator[Any, Any]:
+        answer = yield PROMPT_TEMPLATE.format(a=a, b=b)
+        reward = reward_of(grader, answer, a * b)
+        read = grade_final_integer(answer, a * b)
+        yield read.model_copy(update={"reward": reward})
+
+    return environment

@@ -131,6 +131,34 @@ def make_datum(
     )
 
 
+def make_scoring_datum(
+    prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+) -> Datum:
+    """Build a datum that asks for log-probabilities and trains nothing.
+
+    Laid out as in :func:`make_datum`, with P prompt and N output tokens: of the
+    P + N − 1 log-probabilities that ``forward`` returns for it, the last N are those
+    of the output.
+
+    Args:
+        prompt_token_ids: Length P ≥ 1.
+        output_token_ids: Length N ≥ 1.
+
+    Raises:
+        ValueError: A part is empty, or a token id is not a non-negative integer.
+
+    >>> datum = make_scoring_datum([1, 2], [3, 4])
+    >>> datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist()
+    ([1, 2, 3], [2, 3, 4])
+    """
+    prompt = _token_ids(prompt_token_ids, "prompt_token_ids")
+    output = _token_ids(output_token_ids, "output_token_ids")
+    return Datum(
+        model_input=ModelInput.from_ints(prompt + output[:-1]),
+        loss_fn_inputs={"target_tokens": prompt[1:] + output},
+    )
+
+
 def make_training_batch(
     runs: Iterable[GradedRun], *, scale: Scale = "std"
 ) -> tuple[list[Datum], int]:

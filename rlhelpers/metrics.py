@@ -64,7 +64,7 @@ class StepMetrics:
 
     seconds: float  # the whole step; the four parts below add up to it
     sampling_seconds: float | None = None  # waiting for completions
-    training_seconds: float | None = None  # forward_backward, optim_step, saving
+    training_seconds: float | None = None  # forward_backward, optim_step, saving, KL
     hud_seconds: float | None = None  # task start, grading, traces
     other_seconds: float | None = None
 
@@ -75,8 +75,9 @@ class StepMetrics:
     invalid_final_line: int
     entropy: float | None = None  # nats per token: mean of −sampling log-probability
     kl: float | None = None  # nats per token, to the base model; None: not measured
+    max_ratio_error: float | None = None  # largest |ratio − 1| of a trained token
 
-    prefill_tokens: int  # prompt tokens read while sampling
+    prefill_tokens: int  # prompts read while sampling; rollouts read for the KL
     sampled_tokens: int
     trained_tokens: int  # output tokens in the datums
 
@@ -258,6 +259,69 @@ def read_rollouts(
         for row in current
         if (phase is None or row.phase == phase) and (step is None or row.step == step)
     ]
+
+
+def latest_step(records: Iterable[RolloutRecord]) -> list[RolloutRecord]:
+    """The records of the highest step among them.
+
+    A run that went on after its end has one evaluation for each of its ends.
+    """
+    rows = list(records)
+    last = max((row.step for row in rows), default=0)
+    return [row for row in rows if row.step == last]
+
+
+# Damaged files
+
+
+@dataclass(frozen=True)
+class DamagedLine:
+    """A line of a run's file that is no complete row."""
+
+    number: int  # from 1
+    text: str
+    error: str  # names the file, the line and the remedy
+
+
+def salvage_metrics(path: StrPath) -> tuple[list[StepMetrics], list[DamagedLine]]:
+    """Read ``metrics.jsonl`` as :func:`read_metrics` does, leaving out damaged lines.
+
+    Returns:
+        The rows that can be read, and the lines that cannot; two empty lists without
+        a file.
+    """
+    rows, damaged = _salvage(path, StepMetrics)
+    current = _current(rows, lambda row: row.run_id, lambda row: (row.run_id, row.step))
+    return current, damaged
+
+
+def salvage_rollouts(path: StrPath) -> tuple[list[RolloutRecord], list[DamagedLine]]:
+    """Read ``rollouts.jsonl`` as :func:`read_rollouts` does, without damaged lines.
+
+    Returns:
+        As :func:`salvage_metrics`.
+    """
+    rows, damaged = _salvage(path, RolloutRecord)
+    current = _current(
+        rows, lambda row: (row.run_id, row.phase), lambda row: (row.run_id, *row.key)
+    )
+    return current, damaged
+
+
+def _salvage(path: StrPath, kind: type[RowT]) -> tuple[list[RowT], list[DamagedLine]]:
+    rows: list[RowT] = []
+    damaged: list[DamagedLine] = []
+    if not Path(path).is_file():
+        return rows, damaged
+    text = Path(path).read_bytes().decode("utf-8", errors="replace")
+    lines = [line for line in enumerate(text.split("\n"), 1) if line[1].strip()]
+    for number, line in lines:
+        try:
+            remedy = _remedy(number, lines[-1][0])
+            rows.append(_parse(line, kind, f"{path}, line {number}", remedy))
+        except DamagedFile as error:
+            damaged.append(DamagedLine(number, line, str(error)))
+    return rows, damaged
 
 
 # Resume state

@@ -73,6 +73,7 @@ class ModelPreset:
         tasks_per_step: Tasks (groups) in one step.
         group_size: Rollouts per task.
         evaluation_tasks: Held-out tasks of a before/after evaluation.
+        kl_every: Steps between measurements of the KL to the base model; 0 is never.
         max_concurrent: Rollouts in flight at once.
         chat_template_kwargs: Passed to the tokenizer's chat template.
         worked_examples: Solved tasks put before the prompt as earlier turns.
@@ -99,6 +100,7 @@ class ModelPreset:
     tasks_per_step: int = 8
     group_size: int = 8
     evaluation_tasks: int = 128
+    kl_every: int = 5
     max_concurrent: int = 256
     chat_template_kwargs: Mapping[str, Any] = field(
         default_factory=lambda: MappingProxyType({})
@@ -171,6 +173,7 @@ _PRESETS = (
         context=8192,
         learning_rate=2.5e-5,
         evaluation_tasks=16,
+        kl_every=0,  # every token that the base model reads is paid for
         max_concurrent=4,
         # About twice what 30 steps of 64 rollouts used in a published run like it.
         token_limit=10_000_000,

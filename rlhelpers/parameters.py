@@ -110,6 +110,7 @@ RULES: Mapping[str, Rule] = {
     "MAX_TOKENS": whole_number(1),
     "LEARNING_RATE": _learning_rate,
     "EVALUATION_TASKS": whole_number(1),
+    "KL_EVERY": whole_number(0),
     "INTERRUPT_AFTER": whole_number(1, or_none=False),
     "PROMOTED_NAME": _model_id,
     "TOKEN_LIMIT": whole_number(1),

@@ -274,6 +274,30 @@ def accuracy_by_range_text(
     return f"Accuracy by operand range with 95 % intervals: {_listed(shown)}."
 
 
+def reward_and_truth_text(
+    runs: Mapping[str, Sequence[StepMetrics]],
+    held_out: Mapping[str, Mapping[int, float]],
+) -> str:
+    """Of each run: reward, share right and reply length at both ends; accuracy."""
+    sentences = []
+    for heading, rows in runs.items():
+        first, last = rows[0], rows[-1]
+        words = f"{heading}, {_steps(rows)}: mean reward {_from_to(rows)}"
+        if first.valid_rollouts and last.valid_rollouts:
+            before, after = (row.correct / row.valid_rollouts for row in (first, last))
+            words += f"; share right {before:.0%} to {after:.0%}"
+        start, end = _ends([row.mean_output_tokens for row in rows])
+        if start is not None and end is not None:
+            words += f"; mean tokens of a reply {start:.1f} to {end:.1f}"
+        if points := held_out.get(heading):
+            shares = (
+                f"{share:.1%} after {step} steps" for step, share in points.items()
+            )
+            words += f"; held-out accuracy, greedy, {_listed(shares, between=', ')}"
+        sentences.append(words + ".")
+    return "Reward and truth. " + " ".join(sentences)
+
+
 # Pieces
 
 

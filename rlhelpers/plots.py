@@ -715,6 +715,51 @@ def plot_accuracy_by_range(
     return _finished(figure, texts.accuracy_by_range_text(comparisons, trained))
 
 
+def plot_reward_and_truth(
+    runs: Mapping[str, Sequence[StepMetrics]],
+    held_out: Mapping[str, Mapping[int, float]],
+) -> Figure:
+    """What each run's reward says, what is true, and how long the replies are.
+
+    One column per run. Above: the mean reward of each step's own rollouts, the share
+    of them that is right, and greedy accuracy on held-out tasks. Where reward and
+    truth part, the reward is being gamed. Below: the reply length, which often shows
+    how.
+
+    Args:
+        runs: Heading → rows of the run's ``metrics.jsonl``.
+        held_out: Heading → {steps taken: held-out accuracy, 0 to 1}.
+
+    Raises:
+        ValueError: There is no run to plot, or a run without steps.
+    """
+    if not runs:
+        raise ValueError("no runs to plot: train at least once")
+    with _style():
+        figure, panels = _subplots(
+            2,
+            len(runs),
+            figsize=(4.6 * len(runs), 5.2),
+            sharey="row",
+            squeeze=False,
+            height_ratios=(3, 2),
+        )
+        for (heading, rows), (above, below) in zip(runs.items(), panels.T, strict=True):
+            steps = _steps(rows)
+            _truth_panel(above, steps, rows, held_out.get(heading, {}))
+            above.set(ylabel="reward; share", title=f"{heading}: {_counts(rows)}")
+            lengths = _numbers(rows, "mean_output_tokens")
+            below.plot(steps, lengths, color="#555555", **_line_style(steps))
+            below.set_ylabel("mean reply (tokens)")
+            for axes in (above, below):
+                _step_axis(axes, steps, start=0)
+        lowest = min(row.reward_mean for rows in runs.values() for row in rows)
+        panels[0, 0].set_ylim(min(0.0, lowest), 1.02)
+        panels[1, 0].set_ylim(0, None)
+        panels[0, 0].legend(loc="lower left")
+    return _finished(figure, texts.reward_and_truth_text(runs, held_out))
+
+
 # Panels of the dashboard
 
 
@@ -798,7 +843,9 @@ def _kl_or_loss_panel(
         measured = np.isfinite(kl)
         axes.plot(steps[measured], kl[measured], "o-", color=COLORS["reward"], ms=4)
         axes.set(title="KL to the base model", ylabel="nats per token")
-        axes.set_ylim(bottom=0)
+        # An estimate can fall below 0, and one near 0 needs no magnifying glass.
+        low, high = float(kl[measured].min()), float(kl[measured].max())
+        axes.set_ylim(min(0.0, 1.1 * low), max(0.01, 1.1 * high))
         return
     axes.axhline(0, color="black", linewidth=1)
     loss = _numbers(metrics, "loss_per_token")
@@ -990,6 +1037,34 @@ def _step_axis(axes: Axes, steps: np.ndarray, *, start: float | None = None) -> 
 def _line_style(steps: np.ndarray) -> dict[str, Any]:
     """Markers while there are few steps: a line through one point is invisible."""
     return {"marker": "o" if len(steps) < 60 else None, "markersize": 3}
+
+
+def _truth_panel(
+    axes: Axes,
+    steps: np.ndarray,
+    metrics: Sequence[StepMetrics],
+    held_out: Mapping[int, float],
+) -> None:
+    """Mean reward, the share that is right, and held-out accuracy as diamonds."""
+    shares = [
+        row.correct / row.valid_rollouts if row.valid_rollouts else np.nan
+        for row in metrics
+    ]
+    for values, color, label in (
+        (_numbers(metrics, "reward_mean"), COLORS["reward"], "mean reward"),
+        (shares, COLORS["correct"], "share right"),
+    ):
+        axes.plot(steps, values, color=color, label=label, **_line_style(steps))
+    axes.plot(
+        list(held_out),
+        list(held_out.values()),
+        "D",
+        color=COLORS["held_out"],
+        markersize=7,
+        label="held-out accuracy, greedy",
+        zorder=5,
+        clip_on=False,
+    )
 
 
 def _style() -> AbstractContextManager[None]:

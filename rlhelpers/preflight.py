@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from rlhelpers.arithmetic import PROMPT_TEMPLATE
 from rlhelpers.models import Backend, ModelPreset
-from rlhelpers.sampling import end_token_ids, render_prompt
+from rlhelpers.sampling import check_context, end_token_ids, render_prompt
 from rlhelpers.usage import PlannedWork
 
 if TYPE_CHECKING:
@@ -293,6 +293,7 @@ def planned_work(
     max_tokens: int | None,
     max_operand: int | None,
     own_tasks: bool,
+    forwards: int = 0,
 ) -> PlannedWork:
     if rollouts is None:
         rollouts = preset.steps * preset.rollouts_per_step
@@ -307,11 +308,13 @@ def planned_work(
     )
     # The prompts of someone's own tasks are not known here; none passes the context.
     length = preset.context - longest if own_tasks else len(rendered)
+    check_context(max(length, 0), longest, preset.context)
     return PlannedWork(
         rollouts=rollouts,
         datums=rollouts if datums is None else datums,
         prompt_tokens=max(length, 0),
         max_tokens=longest,
+        forwards=forwards,
     )
 
 

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhelpers.advantages import Scale, group_relative_advantages, group_runs
+from rlhelpers.advantages import (
+    Scale,
+    group_relative_advantages,
+    group_runs,
+    run_reward,
+)
 from rlhelpers.analysis import CalibrationVerdict, calibration_verdict
 from rlhelpers.datums import RolloutFailed, check_run
 from rlhelpers.metrics import RolloutRecord, append_rollouts
@@ -69,7 +74,8 @@ def make_run_dir(
 def _is_valid(run: Run) -> bool:
     try:
         check_run(run)
-    except RolloutFailed:
+        run_reward(run)
+    except (RolloutFailed, ValueError):
         return False
     return True
 

@@ -20,6 +20,7 @@ from rlhelpers.metrics import (
     ResumeState,
     RolloutRecord,
     StepMetrics,
+    latest_step,
     read_metrics,
     read_resume_state,
     read_rollouts,
@@ -159,7 +160,7 @@ def _read_run(folder: Path) -> FinishedRun | None:
     except (FileNotFoundError, DamagedFile):
         return None
     before = tuple(record for record in rollouts if record.phase == "before")
-    after = tuple(record for record in rollouts if record.phase == "after")
+    after = tuple(latest_step(row for row in rollouts if row.phase == "after"))
     finished = state.next_step > int(state.config.get("steps", 0)) and bool(metrics)
     paired = bool(before) and [r.task for r in before] == [r.task for r in after]
     if not (finished and paired):

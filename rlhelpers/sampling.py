@@ -23,6 +23,7 @@ from hud.agents.types import AgentConfig, AgentStep, Sample, Usage
 from hud.eval.run import Run, rollout
 from hud.utils.time import now_iso
 
+from rlhelpers.advantages import run_reward
 from rlhelpers.analysis import classify_outcome
 from rlhelpers.datums import RolloutFailed, check_run
 from rlhelpers.metrics import RolloutRecord
@@ -468,6 +469,7 @@ async def collect_rollouts(
     Raises:
         RolloutFailed: A rollout failed to sample or to be graded. All others have
             ended by then.
+        ValueError: The grader paid no finite number; names the task.
         TokenLimitReached: The session's token limit stopped a rollout; no further
             one was sent.
     """
@@ -517,6 +519,7 @@ async def collect_rollouts(
             check_run(run)
         except RolloutFailed as error:
             raise error from agent.failure
+        run_reward(run)  # no finite number: an error, in every phase
     return runs
 
 

@@ -18,7 +18,7 @@ import logging
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -32,7 +32,7 @@ from fireworks.training.sdk import (
 )
 from hud.eval.runtime import LocalRuntime, Shared
 
-from rlhelpers.arithmetic import env
+from rlhelpers.arithmetic import env, graded_environment, multiply
 from rlhelpers.checkpoints import (
     CheckpointError,
     ListedCheckpoint,
@@ -62,18 +62,35 @@ from rlhelpers.preflight import (
     warn_if_unlike,
 )
 from rlhelpers.refusals import explained
+from rlhelpers.rewards import Grader, grader_name
 from rlhelpers.sampling import PolicySampler
 from rlhelpers.usage import TokenUsage
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     from fireworks.training.sdk import Datum
-    from hud.eval.runtime import Provider
+    from hud.eval.runtime import Provider, Runtime
+    from hud.eval.task import Task
     from transformers import PreTrainedTokenizerBase
 
     from rlhelpers.local import LocalService
 
 # Said by the SDK on paths that are right for us, so a reader need not see them.
 _HARMLESS = ("base_model is ignored for serverless base-only sampling",)
+
+
+class _Places:
+    """Where tasks run: each in the environment that it names, else in the default."""
+
+    def __init__(self, default: Provider) -> None:
+        self.default = default
+        self.others: dict[str, Provider] = {}
+        # HUD reads it off a placement that has one.
+        self.runtime_config = getattr(default, "runtime_config", None)
+
+    def __call__(self, task: Task) -> AbstractAsyncContextManager[Runtime]:
+        return self.others.get(task.env, self.default)(task)
 
 
 class TrainingSession:
@@ -118,10 +135,11 @@ class TrainingSession:
         self._open_service = open_service
         self._open_control_plane = open_control_plane
         self._local_service = local_service
-        self._task_runtime = task_runtime
+        self._places = _Places(task_runtime)
         self._keep_session = keep_session
         self._service: FiretitanServiceClient | None = open_service()
         self._training_client: FiretitanTrainingClient | None = None
+        self._reference: FiretitanTrainingClient | None = None
         self._samplers: list[PolicySampler] = []
         self._runtimes: dict[asyncio.AbstractEventLoop, Shared] = {}
         self._names: set[str] = set()
@@ -167,11 +185,27 @@ class TrainingSession:
             self._training_client = _counted(client, self.usage)
         return self._training_client
 
+    def reference(self) -> FiretitanTrainingClient:
+        """A client of the frozen base model, which answers ``forward`` only.
+
+        Created on first use; what it reads counts as prefill.
+
+        Raises:
+            ServiceRefused: The service offers no such client.
+        """
+        if self._reference is None:
+            with explained(self.preset):
+                client = self.service_client.create_base_training_client(
+                    self.preset.base_model
+                )
+            self._reference = _counted(client, self.usage)
+        return self._reference
+
     def _renew_service(self) -> None:
         """Replace the SDK session, because one session refuses a second like run."""
         self._close_samplers()
         self._close_service(delete=True)
-        self._training_client = None
+        self._training_client = self._reference = None
         self.updates = 0
         self._names.clear()
         self._snapshots.clear()
@@ -398,9 +432,48 @@ class TrainingSession:
         for known in [known for known in self._runtimes if known.is_closed()]:
             del self._runtimes[known]
         if loop not in self._runtimes:
-            shared = Shared(self._task_runtime, width=self.preset.max_concurrent)
+            shared = Shared(self._places, width=self.preset.max_concurrent)
             self._runtimes[loop] = await shared.__aenter__()
         return self._runtimes[loop]
+
+    def graded_by(self, tasks: Iterable[Task], grader: Grader) -> list[Task]:
+        """The same multiplication tasks, to be graded by a function of your own.
+
+        Train, calibrate or evaluate with what this returns; tasks as they were keep
+        the course's grader, in the same session.
+
+        Args:
+            tasks: Multiplication tasks, such as those of ``make_taskset``.
+            grader: Called with the reply and the right product; returns the reward.
+
+        Returns:
+            Tasks with the same operands, prompts and slugs.
+
+        Raises:
+            ValueError: A task is no multiplication. Tasks of your own bring their
+                grader along: ``connect(task_runtime=…)``.
+
+        Example:
+            >>> tasks = session.graded_by(tasks, my_grader)  # doctest: +SKIP
+            >>> await train(session, tasks)  # doctest: +SKIP
+        """
+        # A new name each time: a cell that is run again has a new grader, and HUD
+        # would go on with the environment that it serves under the old name.
+        name = f"{env.name}-{grader_name(grader)}-{len(self._places.others) + 1}"
+        environment = graded_environment(grader, name=name)
+        regraded = []
+        for task in tasks:
+            if task.id != multiply.id:
+                raise ValueError(
+                    f"task {task.slug!r} is made by the template {task.id!r}, and "
+                    f"graded_by knows {multiply.id!r} only: put your grader into your "
+                    "own environment, and connect with task_runtime="
+                )
+            copy = environment.templates[multiply.id](**task.args)
+            copy.slug = task.slug
+            regraded.append(copy)
+        self._places.others[name] = LocalRuntime(environment)
+        return regraded
 
     def new_run_dir(self, label: str) -> Path:
         """Create ``runs/<run id>``; the folder's name is the run's id."""
@@ -583,6 +656,7 @@ def connect(
     token_limit: int | None = None,
     planned_rollouts: int | None = None,
     planned_datums: int | None = None,
+    planned_forwards: int = 0,
     max_tokens: int | None = None,
     max_operand: int | None = None,
     prices: Sequence[float] | None = None,
@@ -610,9 +684,11 @@ def connect(
             else the public host; https, unless it is on loopback.
         token_limit: Most tokens (prefill, sampled and trained together) that the
             session may use; None takes the preset's, which is no limit locally.
-        planned_rollouts: For the banner, like the next three; None means the preset's
+        planned_rollouts: For the banner, like the next four; None means the preset's
             full run.
         planned_datums: How many of them may be trained on; None means all.
+        planned_forwards: How many of them a forward pass reads again, such as
+            ``TrainConfig.kl_rollouts``.
         max_tokens: Their longest reply; None means the preset's.
         max_operand: The largest operand; None means the preset's. Tasks of your own
             are taken to fill the context.
@@ -632,6 +708,8 @@ def connect(
     Raises:
         ValueError: Unknown backend or model, a limit that is not positive, or prices
             that are none; nothing was sent.
+        PromptTooLong: Prompt and longest reply do not fit the context; nothing was
+            sent.
         MissingKey: No key for Fireworks; nothing was sent.
         TokenizerUnavailable: The tokenizer could not be downloaded; nothing was sent.
         ServiceRefused: The service refused the session; the message says why.
@@ -663,6 +741,7 @@ def connect(
             tokenizer,
             rollouts=planned_rollouts,
             datums=planned_datums,
+            forwards=planned_forwards,
             max_tokens=max_tokens,
             max_operand=max_operand,
             own_tasks=task_runtime is not None,

@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from hud.environment import load_environment
 from hud.eval import HUDRuntime, LocalRuntime, Provider, Task, Taskset
+from hud.utils.exceptions import HudException
+from pydantic import ValidationError
 
 from rlhelpers.arithmetic import env, multiply
 
@@ -388,22 +391,32 @@ def load_tasks(
 
     ========================  =====================================================
     nothing                   the bundled arithmetic environment (``default()``)
-    ``tasks_file=``           a local ``.json``, ``.jsonl`` or ``.py`` file, with its
-                              environment in ``env_path`` (a ``.py`` file or folder)
+    ``tasks_file=``           a local ``.json``, ``.jsonl`` or ``.py`` file, or a
+                              folder of ``.py`` files, with its environment in
+                              ``env_path`` (a ``.py`` file or folder)
     ``taskset=``              a taskset hosted by HUD; needs ``HUD_API_KEY``
     ========================  =====================================================
 
+    A local environment is imported here once, so that a missing template is found
+    before anything is sampled; its code runs, as with any import. A hosted taskset is
+    fetched by HUD's own client, and its environment runs on HUD's machines. That path
+    has been tried against a stand-in for HUD's API only, never with an account.
+
     Args:
-        tasks_file: Task rows, each with ``env``, ``id`` and ``args``.
-        env_path: The source of their environment. May be left out for a ``.py`` tasks
-            file that defines it, and for rows of the bundled ``arithmetic``.
+        tasks_file: Task rows, each with ``env``, ``id`` and ``args``; or Python source
+            that holds tasks, lists of tasks or tasksets under public names.
+        env_path: The source of their environment. May be left out for Python source
+            that defines or imports it, and for rows of the bundled ``arithmetic``.
         taskset: Name or id of a hosted taskset.
         default: Makes the bundled taskset; 256 two-digit tasks if left out.
 
     Raises:
-        ValueError: The arguments contradict each other, or no tasks were found.
+        ValueError: The arguments contradict each other, no tasks were found, a row or
+            source cannot be read, or the environment lacks a template.
         FileNotFoundError: A file is not there.
-        PermissionError: A hosted taskset was asked for without ``HUD_API_KEY``.
+        PermissionError: A hosted taskset was asked for without ``HUD_API_KEY``, or HUD
+            refused the key.
+        ConnectionError: HUD could not be reached.
     """
     if taskset is not None and (tasks_file is not None or env_path is not None):
         raise ValueError(
@@ -428,18 +441,66 @@ def _bundled_taskset() -> Taskset:
 
 
 def _local_tasks(path: Path, env_path: StrPath | None) -> LoadedTasks:
-    tasks = Taskset.from_file(path)
-    if env_path is not None:
-        return LoadedTasks(tasks, LocalRuntime(_existing(env_path, "env_path")))
-    if tasks.environment_names() == {env.name}:
-        return LoadedTasks(tasks, LocalRuntime(env))
-    if path.suffix == ".py":
-        return LoadedTasks(tasks, LocalRuntime(path))
-    names = ", ".join(sorted(tasks.environment_names()))
-    raise ValueError(
-        f"{path} refers to environment {names}, but not to its source: give env_path, "
-        "the .py file or folder that defines it"
-    )
+    tasks = _tasks_in(path)
+    source = path.suffix == ".py" or path.is_dir()
+    if env_path is None and not source:
+        names = tasks.environment_names()
+        if names <= {env.name}:
+            return LoadedTasks(tasks, LocalRuntime(env))
+        raise ValueError(
+            f"{path} refers to environment {', '.join(sorted(names))}, but not to its "
+            "source: give env_path, the .py file or folder that defines it"
+        )
+    place = path if env_path is None else _existing(env_path, "env_path")
+    _check_templates(tasks, place)
+    return LoadedTasks(tasks, LocalRuntime(place))
+
+
+def _tasks_in(path: Path) -> Taskset:
+    """HUD's reader, whose errors leave out the file, the row and what to change."""
+    try:
+        return Taskset.from_file(path)
+    except json.JSONDecodeError as error:
+        kind = "one JSON object a line" if path.suffix == ".jsonl" else "JSON"
+        raise ValueError(f"{path} is not {kind}: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "row"
+        raise ValueError(
+            f"{path} holds a row that is no task: {field}: {first['msg']} (in "
+            f"{str(first['input'])[:120]}); a row needs env, id and args"
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"{path} cannot be read as tasks: {error}; a .json or .jsonl file holds "
+            "rows with env, id and args, a .py file or folder defines tasks"
+        ) from error
+    except Exception as error:  # whatever somebody's source raises at import
+        raise ValueError(
+            f"{path} failed while it was imported: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_templates(tasks: Taskset, place: Path) -> None:
+    """Find every template in its source, before a rollout looks for it."""
+    needed: dict[str, set[str]] = {}
+    for task in tasks:
+        needed.setdefault(task.env, set()).add(task.id)
+    for name, templates in needed.items():
+        try:
+            known = load_environment(place, name=name).tasks
+        except Exception as error:  # whatever somebody's source raises at import
+            raise ValueError(
+                f"environment {name!r} of the tasks could not be loaded from {place}: "
+                f"{type(error).__name__}: {error}; env_path is the .py file or folder "
+                "that defines it"
+            ) from error
+        if missing := sorted(templates - known.keys()):
+            raise ValueError(
+                f"the tasks ask for {', '.join(missing)} of environment {name!r}, and "
+                f"{place} defines {', '.join(sorted(known)) or 'no template'}; correct "
+                "the rows' id, or the environment"
+            )
 
 
 def _hosted_taskset(name: str) -> Taskset:
@@ -452,7 +513,18 @@ def _hosted_taskset(name: str) -> Taskset:
             "use a local tasks_file with its env_path"
         )
     settings.api_key = key  # HUD reads the environment only when it is imported
-    return Taskset.from_api(name)
+    try:
+        return Taskset.from_api(name)
+    except HudException as error:
+        if getattr(error, "status_code", None) in (401, 403):
+            raise PermissionError(
+                f"HUD refused HUD_API_KEY for taskset {name!r} ({error.message}); "
+                "check the key, and whether its account may read the taskset"
+            ) from error
+        raise ConnectionError(
+            f"taskset {name!r} could not be fetched from HUD ({error.message}); try "
+            "later, or use a local tasks_file with its env_path"
+        ) from error
 
 
 def _existing(path: StrPath, name: str) -> Path:

@@ -31,6 +31,7 @@ from rlhelpers.advantages import Scale, within_group_reward_std
 from rlhelpers.analysis import OUTCOMES
 from rlhelpers.checkpoints import CheckpointError, checkpoint_name
 from rlhelpers.datums import check_run, make_training_batch
+from rlhelpers.kl import measure_kl
 from rlhelpers.metrics import (
     ResumeState,
     RolloutRecord,
@@ -92,6 +93,8 @@ class TrainConfig:
         seed: Seed of the run; every rollout derives its own.
         checkpoint_every: Steps between training checkpoints.
         watch_every: Steps between looks at the watch prompts.
+        kl_every: Steps between measurements of the KL to the base model, which read
+            the step's rollouts once more; 0 is never.
         require_update: Whether a step without signal is an error.
 
     Raises:
@@ -120,6 +123,7 @@ class TrainConfig:
     seed: int = 0
     checkpoint_every: int = 5
     watch_every: int = 5
+    kl_every: int = 0
     require_update: bool = False
 
     def __post_init__(self) -> None:
@@ -133,6 +137,10 @@ class TrainConfig:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
                 )
+        if self.kl_every < 0:
+            raise ValueError(
+                f"kl_every must be at least 0, got {self.kl_every}; 0 never measures"
+            )
         if self.loss_fn not in LOSSES:
             raise ValueError(
                 f"unknown loss_fn {self.loss_fn!r}; use one of: {', '.join(LOSSES)}"
@@ -164,6 +172,7 @@ class TrainConfig:
             "tasks_per_step": preset.tasks_per_step,
             "group_size": preset.group_size,
             "learning_rate": preset.learning_rate,
+            "kl_every": preset.kl_every,
         }
         values |= {
             name: value for name, value in overrides.items() if value is not None
@@ -174,6 +183,16 @@ class TrainConfig:
     def rollouts_per_step(self) -> int:
         """Tasks times group size."""
         return self.tasks_per_step * self.group_size
+
+    def measures_kl(self, step: int) -> bool:
+        """Whether a step measures the KL to the base model; steps count from 1."""
+        return self.kl_every > 0 and step % self.kl_every == 0
+
+    @property
+    def kl_rollouts(self) -> int:
+        """Rollouts that the whole run reads once more to measure the KL."""
+        measured = self.steps // self.kl_every if self.kl_every else 0
+        return measured * self.rollouts_per_step
 
     @property
     def sampling(self) -> SamplingSettings:
@@ -399,6 +418,9 @@ async def _step(
     clock.rollouts = time.perf_counter() - before
     clock.sampling = sampler.clock.seconds - idle
     datums, kept_groups = make_training_batch(runs, scale=config.advantage_scale)
+    begun = time.perf_counter()
+    kl = await measure_kl(session, runs) if config.measures_kl(step) else None
+    clock.training += time.perf_counter() - begun
 
     async def commit() -> StepResult:
         """Update and record; both or neither."""
@@ -419,6 +441,7 @@ async def _step(
                 "step": step,
                 "attempt": place.attempt,
                 "snapshot": sampler.snapshot,
+                "kl": kl,
                 "note": note if datums else _no_signal_note(records, note),
                 "prefill_tokens": (session.usage.counts - used).prefill,
                 "sampled_tokens": (session.usage.counts - used).sampled,
@@ -485,18 +508,20 @@ def _step_result(
         logprobs = tuple(o["logprobs"].to_numpy() for o in output.loss_fn_outputs)
         loss = output.metrics.get("loss:sum")
     tokens = row["trained_tokens"]
+    worst = _ratio_error(datums, logprobs)
     metrics = StepMetrics(
         **row,
         **clock.split(),
         loss=loss,
         loss_per_token=loss / tokens if loss is not None and tokens else None,
+        max_ratio_error=worst,
     )
     return StepResult(
         metrics=metrics,
         runs=tuple(runs),
         records=tuple(records),
         datums=tuple(datums),
-        max_ratio_error=_ratio_error(datums, logprobs),
+        max_ratio_error=worst,
         logprobs=logprobs,
         service_metrics=dict(output.metrics) if output is not None else {},
     )

@@ -70,6 +70,8 @@ class PlannedWork:
         datums: How many of them may be trained on.
         prompt_tokens: The longest prompt, in tokens.
         max_tokens: The longest reply, in tokens.
+        forwards: How many rollouts a forward pass reads again, as the KL to the base
+            model asks.
 
     Example:
         >>> PlannedWork(10, 4, prompt_tokens=38, max_tokens=160).bound.total
@@ -80,14 +82,16 @@ class PlannedWork:
     datums: int
     prompt_tokens: int
     max_tokens: int
+    forwards: int = 0
 
     @property
     def bound(self) -> TokenCounts:
         """The most tokens of each kind. A datum is one token shorter than its text."""
+        datum = self.prompt_tokens + self.max_tokens - 1
         return TokenCounts(
-            prefill=self.rollouts * self.prompt_tokens,
+            prefill=self.rollouts * self.prompt_tokens + self.forwards * datum,
             sampled=self.rollouts * self.max_tokens,
-            trained=self.datums * (self.prompt_tokens + self.max_tokens - 1),
+            trained=self.datums * datum,
         )
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from IPython.display import DisplayHandle, display
 
+from rlhelpers.analysis import LABELS
 from rlhelpers.plots import plot_training_dashboard
+from rlhelpers.rollouts import KINDS, RolloutTable, select_rollouts
 
 try:
     import ipywidgets as widgets
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from rlhelpers.calibration import CalibrationSettings
-    from rlhelpers.metrics import StepMetrics
+    from rlhelpers.metrics import RolloutRecord, StepMetrics
     from rlhelpers.training import StepResult
 
 
@@ -69,7 +71,7 @@ class CalibrationPanel(widgets.VBox):  # type: ignore[misc]
         start: The settings that the sliders begin with.
         operands: The stops of the operand sliders, besides those to begin with.
         token_limits: The stops of the token-limit slider.
-        prompt_tokens: Length of one rendered prompt, for the bound.
+        prompt_tokens: Length of the longest prompt of these operands, for the bound.
     """
 
     def __init__(
@@ -119,6 +121,8 @@ class CalibrationPanel(widgets.VBox):  # type: ignore[misc]
         )
 
     def _show_bound(self, _: object = None) -> None:
+        if self._running is not None:
+            return  # what is being sampled stays said
         settings = self.settings
         bound = settings.token_bound(self._prompt_tokens)
         self.status.value = (
@@ -127,7 +131,7 @@ class CalibrationPanel(widgets.VBox):  # type: ignore[misc]
         )
 
     def _on_click(self, _: widgets.Button) -> None:
-        if self._running is not None and not self._running.done():
+        if self._running is not None:
             self.status.value = "One calibration is running; press again when it ends."
             return
         self._running = asyncio.ensure_future(self._run())
@@ -138,22 +142,100 @@ class CalibrationPanel(widgets.VBox):  # type: ignore[misc]
         try:
             shown = await self._recalibrate(self.settings)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            html = f'<p style="color:#B00020">{escape(text)}</p>'
-            shown = _Html(html, text)
+            shown = _in_red(error)
+        finally:  # an interrupted one leaves a panel that works, too
+            self._running = None
+            self._show_bound()
         self.result.outputs = ()
         for content in shown if isinstance(shown, list) else [shown]:
             self.result.append_display_data(content)
-        self._show_bound()
 
 
-def _with(stops: Sequence[int], *values: int) -> list[int]:
+class RolloutBrowser(widgets.VBox):  # type: ignore[misc]
+    """Filters over a run's rollouts, and a page of those that fit, reply by reply.
+
+    Nothing is sampled or sent. The page is a
+    :class:`~rlhelpers.rollouts.RolloutTable` of what
+    :func:`~rlhelpers.rollouts.select_rollouts` chose; the notebook's next cell calls
+    both. A slider with one stop only is left out.
+
+    Args:
+        records: Rows of ``rollouts.jsonl``.
+        page: Rollouts shown at once.
+
+    Raises:
+        ValueError: There are no rollouts.
+    """
+
+    def __init__(self, records: Iterable[RolloutRecord], *, page: int = 5) -> None:
+        self._records = list(records)
+        if not self._records:
+            raise ValueError("no rollouts to browse; read those of a run first")
+        self._page, self._first = page, 0
+        kinds = [("any", None), *((LABELS[kind], kind) for kind in KINDS)]
+        self.outcome = widgets.Dropdown(
+            options=kinds, value=None, description="outcome"
+        )
+        steps = sorted({record.step for record in self._records})
+        rewards = sorted({record.reward for record in self._records})
+        self.steps = _range_slider("steps", steps, (steps[0], steps[-1]))
+        self.rewards = _range_slider("rewards", rewards, (rewards[0], rewards[-1]))
+        filters = [self.outcome]
+        filters += [self.steps] if len(steps) > 1 else []
+        filters += [self.rewards] if len(rewards) > 1 else []
+        self.back = widgets.Button(description="Back", disabled=True)
+        self.next = widgets.Button(description="Next", disabled=True)
+        self.status, self.table = widgets.HTML(), widgets.HTML()
+        for control in filters:
+            control.observe(self._filter, names="value")
+        self.back.on_click(lambda _: self._turn(-page))
+        self.next.on_click(lambda _: self._turn(page))
+        self._turn(0)
+        turning = widgets.HBox([self.back, self.next, self.status])
+        super().__init__([*filters, turning, self.table])
+
+    @property
+    def chosen(self) -> list[RolloutRecord]:
+        """The rollouts that fit the filters."""
+        return select_rollouts(
+            self._records,
+            outcome=self.outcome.value,
+            steps=tuple(self.steps.value),
+            rewards=tuple(self.rewards.value),
+        )
+
+    def _filter(self, _: object) -> None:
+        self._first = 0
+        self._turn(0)
+
+    def _turn(self, by: int) -> None:
+        """Show the page ``by`` rollouts further on; an error is shown in its place."""
+        try:
+            chosen = self.chosen
+            if 0 <= self._first + by < len(chosen):  # a click can come late
+                self._first += by
+            end = min(self._first + self._page, len(chosen))
+            table = RolloutTable(chosen[self._first : end])
+            self.table.value = table._repr_html_() if chosen else ""
+        except Exception as error:
+            self.table.value = _in_red(error)._repr_html_()
+            return
+        self.back.disabled, self.next.disabled = self._first == 0, end == len(chosen)
+        self.status.value = (
+            f"{len(chosen):,} of {len(self._records):,} rollouts fit; "
+            f"here {self._first + 1:,} to {end:,}"
+            if chosen
+            else "no rollout fits; widen a filter"
+        )
+
+
+def _with(stops: Sequence[float], *values: float) -> list[float]:
     """The stops with the values to begin with among them, ascending."""
     return sorted({*stops, *values})
 
 
 def _range_slider(
-    label: str, stops: Sequence[int], start: tuple[int, int]
+    label: str, stops: Sequence[float], start: tuple[float, float]
 ) -> widgets.SelectionRangeSlider:
     return widgets.SelectionRangeSlider(
         options=_with(stops, *start), value=start, description=label
@@ -189,6 +271,12 @@ class _Html:
 
     def __repr__(self) -> str:
         return self._text
+
+
+def _in_red(error: Exception) -> _Html:
+    """What went wrong in a callback, where its result would have been."""
+    text = f"{type(error).__name__}: {error}"
+    return _Html(f'<p style="color:#B00020">{escape(text)}</p>', text)
 
 
 class TrainingDashboard:

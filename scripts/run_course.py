@@ -1,14 +1,15 @@
 """Run the course headless: every notebook in order, into runs/notebooks/.
 
+Prints the time of each and of all together; --times FILE writes them down.
+
     python scripts/run_course.py
     python scripts/run_course.py -p GROUP_SIZE 4 -p BACKEND local
     python scripts/run_course.py --only 01 02
-    python scripts/run_course.py --times data/course_times.json
+    python scripts/run_course.py --solutions
 
-Prints the time of each notebook and of all together, and writes them down if asked.
 Stops at the first failure and names the notebook, the cell and the cause. A
 parameter goes to the notebooks that have it; one that no notebook has is an error, and
-so is a value that cannot work.
+so is a value that cannot work. The exercises' solutions run only if asked for.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the notebooks that the arguments ask for; 0 if all of them passed."""
     options = _parser().parse_args(argv)
     try:
-        notebooks = select_notebooks(options.notebooks, options.only)
+        notebooks = select_notebooks(
+            options.notebooks, options.only, solutions=options.solutions
+        )
         plan = assign_parameters(notebooks, dict(options.parameters))
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -74,14 +77,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NN", help="numbers, such as 01 03"
     )
-    parser.add_argument("--times", type=Path, metavar="FILE", help="write the seconds")
+    parser.add_argument(
+        "--solutions", action="store_true", help="run the exercises' solutions too"
+    )
     parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS)
     parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--times", type=Path, metavar="FILE", help="write the seconds")
     return parser
 
 
-def select_notebooks(folder: Path, only: Sequence[str] = ()) -> list[Path]:
-    """The folder's numbered notebooks, in order; all, or those with these numbers."""
+def select_notebooks(
+    folder: Path, only: Sequence[str] = (), *, solutions: bool = False
+) -> list[Path]:
+    """The folder's numbered notebooks, in order; all, or those with these numbers.
+
+    Args:
+        folder: Holds the notebooks, and their solutions in ``solutions/``.
+        only: Two-digit numbers; none means all.
+        solutions: Add the solutions of the chosen notebooks after them.
+    """
     found = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
     if not found:
         raise ValueError(f"no notebooks named NN_*.ipynb in {folder}")
@@ -90,6 +104,8 @@ def select_notebooks(folder: Path, only: Sequence[str] = ()) -> list[Path]:
         raise ValueError(
             f"no notebook {', '.join(unknown)}; there are {', '.join(sorted(numbers))}"
         )
+    if solutions:
+        found += sorted((folder / "solutions").glob("[0-9][0-9]_*.ipynb"))
     return [path for path in found if not only or path.name[:2] in only]
 
 

@@ -31,6 +31,15 @@ atexit.register(shutil.rmtree, _spans, ignore_errors=True)
 matplotlib.use("Agg")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--screenshots",
+        metavar="DIR",
+        help="run notebook 04 at its defaults in test_browser.py, and write the "
+        "README's pictures into this folder",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that sets a key cannot leak it into the next one."""

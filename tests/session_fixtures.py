@@ -37,6 +37,7 @@ def preset(policy_folder: Path) -> Any:
         tasks_per_step=2,
         group_size=4,
         learning_rate=1e-2,
+        kl_every=0,
     )
 
 

@@ -1,36 +1,58 @@
-"""Notebook 02 as a learner meets it: JupyterLab in a headless browser.
+"""The notebooks as a learner meets them: JupyterLab in a headless browser.
 
-Opens the notebook, runs it, moves a slider, presses Recalibrate, and sees the table
-change. Needs Playwright's Python package and a Chromium; without them it is skipped.
+Opens each notebook, runs it to its end without an error, and uses its widgets. Needs
+Playwright's Python package and a Chromium; without them it is skipped. With
+``--screenshots docs/screenshots`` it runs notebook 04 at its defaults and writes the
+README's pictures.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
+from PIL import Image
+from test_field_cases_notebooks import WIDGET
+from test_notebooks import IDS, NOTEBOOKS, code_cells, read
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="Playwright is not installed"
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOK = "02_calibration.ipynb"
 TOKEN = "course-test"
 ERROR = "application/vnd.jupyter.error"
 STDERR = "application/vnd.jupyter.stderr"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SETTINGS = "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
+#: Parameters of the copies, so that six notebooks take minutes and not a quarter hour.
+#: 05 and 06 read the run that 04 leaves.
+SMALLER: dict[str, dict[str, Any]] = {
+    "02_calibration": {"HEAT_MAP_TASKS": 1, "HEAT_MAP_GROUP_SIZE": 2},
+    "03_one_update": {"EVALUATION_TASKS": 2},
+    "04_full_run": {"STEPS": 6, "EVALUATION_TASKS": 16, "INTERRUPT_AFTER": 2},
+    "05_before_and_after": {"EVALUATION_TASKS": 8},
+    "06_checkpoints": {"STEPS": 4, "EVALUATION_TASKS": 8},
+}
+PICTURED = "04_full_run"  # at its defaults where pictures are asked for
+
+Shot = Callable[[Any, str], None]
 
 pytestmark = pytest.mark.slow
 
@@ -43,16 +65,48 @@ def browser_path() -> str:
     pytest.skip(f"no browser found: none of {', '.join(BROWSERS)} is on the PATH")
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start JupyterLab on a copy of the notebook; its address."""
-    folder = tmp_path_factory.mktemp("lab")
-    (folder / "course").mkdir()
-    notebook = nbformat.read(ROOT / "notebooks" / NOTEBOOK, as_version=4)
-    for cell in notebook.cells:  # what is found later was written by this run
-        if cell.cell_type == "code":
+@dataclass(frozen=True)
+class Lab:
+    """A running JupyterLab: its address, and the folder of the notebooks' runs."""
+
+    address: str
+    runs: Path
+
+    def stop_kernels(self) -> None:
+        """End what the notebooks left running; six kernels need several GB."""
+        for session in json.loads(self._ask("GET", "sessions")):
+            self._ask("DELETE", f"sessions/{session['id']}")
+
+    def _ask(self, method: str, path: str) -> bytes:
+        request = urllib.request.Request(
+            f"{self.address}/api/{path}",
+            method=method,
+            headers={"Authorization": f"token {TOKEN}"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return bytes(answer.read())
+
+
+def copy_notebooks(folder: Path, *, pictures: bool) -> None:
+    """The course without outputs: what is found later was written by this run."""
+    folder.mkdir()
+    for path in NOTEBOOKS:
+        notebook = load_notebook_node(str(path))
+        for cell in code_cells(notebook):
             cell.outputs, cell.execution_count = [], None
-    nbformat.write(notebook, folder / "course" / NOTEBOOK)
+        if path.stem in SMALLER and not (pictures and path.stem == PICTURED):
+            notebook = parameterize_notebook(notebook, SMALLER[path.stem])
+        nbformat.write(notebook, folder / path.name)
+
+
+@pytest.fixture(scope="module")
+def lab(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Lab]:
+    """Start JupyterLab on copies of the notebooks."""
+    folder = tmp_path_factory.mktemp("lab")
+    pictures = bool(request.config.getoption("--screenshots"))
+    copy_notebooks(folder / "course", pictures=pictures)
     # Off-screen cells would otherwise leave the page, and with them their outputs.
     settings = folder / "settings" / SETTINGS
     settings.parent.mkdir(parents=True)
@@ -84,7 +138,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     try:
         _wait_for(f"{address}/api?token={TOKEN}", server, folder / "lab.log")
-        yield address
+        yield Lab(address, folder / "runs")
     finally:
         server.terminate()
         server.wait(timeout=30)
@@ -105,7 +159,7 @@ def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @pytest.fixture
-def page(browser_path: str) -> Iterator[Any]:
+def page(browser_path: str, lab: Lab) -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(
             executable_path=browser_path,
@@ -114,29 +168,40 @@ def page(browser_path: str) -> Iterator[Any]:
         try:
             opened = browser.new_page(viewport={"width": 1300, "height": 1000})
             opened.set_default_timeout(60_000)
+            playwright.expect.set_options(timeout=60_000)
             yield opened
         finally:
             browser.close()
+            lab.stop_kernels()
 
 
-def run_all(page: Any, address: str) -> None:
-    """Open the notebook and run it to its end, without an error in any cell."""
-    page.goto(f"{address}/lab/tree/{NOTEBOOK}?token={TOKEN}")
+@pytest.fixture
+def shot(request: pytest.FixtureRequest) -> Shot:
+    """Save a picture of a part of the page, where pictures were asked for."""
+    folder = request.config.getoption("--screenshots")
+
+    def save(part: Any, name: str) -> None:
+        if folder:
+            path = Path(folder) / f"{name}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image = Image.open(io.BytesIO(part.screenshot())).convert("RGB")
+            image.quantize(128).save(path, optimize=True)
+
+    return save
+
+
+def run_all(page: Any, lab: Lab, name: str) -> None:
+    """Open a notebook and run it to its end, without an error in any cell."""
+    # A workspace of its own, or the notebook opened before would open again.
+    workspace = f"{lab.address}/lab/workspaces/{name[:2]}"
+    page.goto(f"{workspace}/tree/{name}?token={TOKEN}")
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
     page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for()
     cells = page.locator(".jp-Notebook .jp-CodeCell")
-    prompts = cells.locator(".jp-InputArea-prompt")
-    for _ in range(6):
-        page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
-        page.locator('[data-command="runmenu:run-all"]').click()
-        # While a page is still settling, JupyterLab can lose a click on a menu.
-        page.wait_for_timeout(5_000)
-        if any(text.strip() != "[ ]:" for text in prompts.all_inner_texts()):
-            break
-        page.keyboard.press("Escape")
+    press_run_all(page, cells.locator(".jp-InputArea-prompt"))
     last = cells.last.locator(".jp-InputArea-prompt")
     failed = page.locator(f'[data-mime-type="{ERROR}"], [data-mime-type="{STDERR}"]')
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 1_200
     while last.inner_text().strip() != f"[{cells.count()}]:":
         if failed.count() or time.monotonic() > deadline:
             break
@@ -145,36 +210,143 @@ def run_all(page: Any, address: str) -> None:
     playwright.expect(last).to_have_text(f"[{cells.count()}]:")
 
 
-def test_recalibrate_changes_the_table(lab: str, page: Any, tmp_path: Path) -> None:
-    run_all(page, lab)
-    panel = page.locator(".jp-OutputArea-output .widget-vbox").filter(
-        has=page.get_by_role("button", name="Recalibrate")
-    )
+def press_run_all(page: Any, prompts: Any) -> None:
+    """Choose Run All; while a page is settling, JupyterLab can lose the click."""
+    for _ in range(6):
+        page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
+        page.locator('[data-command="runmenu:run-all"]').click()
+        for _ in range(20):
+            page.wait_for_timeout(250)
+            if any(text.strip() != "[ ]:" for text in prompts.all_inner_texts()):
+                return
+        page.keyboard.press("Escape")
+
+
+def widget_box(page: Any, button: str) -> Any:
+    """The widget that has a button of that name."""
+    named = page.get_by_role("button", name=button, exact=True)
+    return page.locator(".widget-vbox").filter(has=named).first
+
+
+# -- one function for each notebook with widgets ------------------------------------
+
+
+def grade_an_answer(page: Any, lab: Lab, shot: Shot) -> None:
+    box = widget_box(page, "Grade it")
+    button = box.get_by_role("button", name="Grade it")
+    result = box.locator(".jp-OutputArea-output")
+    for answer, said in (
+        ("It is 1692.", "reward 0.0 invalid_final_line read as None"),
+        ("1,693", "reward 0.0 wrong_integer read as 1693"),
+        ("47 * 36 = 47 * 30 + 47 * 6\n**1,692**", "reward 1.0 correct read as 1692"),
+    ):
+        box.locator("textarea").fill(answer)
+        button.click()
+        playwright.expect(result).to_contain_text(said)
+        assert result.count() == 1  # in place of the one before
+    shot(box, "answer_box")
+
+
+def recalibrate(page: Any, lab: Lab, shot: Shot) -> None:
+    panel = widget_box(page, "Recalibrate")
+    button = panel.get_by_role("button", name="Recalibrate")
     status = panel.locator(".widget-html-content").last
     assert "24 rollouts, at most" in status.inner_text()
     assert panel.locator("table").count() == 0  # nothing was sent yet
 
-    handle = panel.locator(".widget-hslider", has_text="group size")
-    handle = handle.locator(".noUi-handle")
-    handle.focus()
-    page.keyboard.press("ArrowRight")
+    slide(page, panel, "group size", "ArrowRight")
     playwright.expect(status).to_contain_text("6 tasks × 5 = 30 rollouts")
     assert panel.locator("table").count() == 0  # nor by dragging
 
-    panel.get_by_role("button", name="Recalibrate").click()
+    button.click()
     table = panel.locator("table")
     table.wait_for(timeout=120_000)
     rows = [row.split("\t") for row in table.inner_text().splitlines()]
     # The four calibrations of the notebook's own cells, then the learner's.
     assert [row[2] for row in rows] == ["group size", "4", "4", "4", "4", "5"]
     assert rows[-1][:4] == ["10 to 99", "10 to 99", "5", "160"]
-    assert panel.locator("img").count() == 1
-    page.screenshot(path=str(tmp_path / "recalibrated.png"))
+    # The bars follow the table, a moment later.
+    playwright.expect(panel.locator("img")).to_have_count(1)
+    shot(panel, "calibration_panel")
 
-    for _ in range(2):
-        handle.focus()
-        page.keyboard.press("ArrowRight")
-    playwright.expect(status).to_contain_text("6 tasks × 7 = 42 rollouts")
-    panel.get_by_role("button", name="Recalibrate").click()
+    slide(page, panel, "group size", "End")
+    playwright.expect(status).to_contain_text("6 tasks × 16 = 96 rollouts")
+    button.click()
+    button.click()  # while the first one samples
+    playwright.expect(status).to_contain_text("One calibration is running")
     playwright.expect(table.locator("tr")).to_have_count(7, timeout=120_000)
-    assert table.locator("tr").last.inner_text().split("\t")[2] == "7"
+    assert table.locator("tr").last.inner_text().split("\t")[2] == "16"
+    playwright.expect(status).to_contain_text("96 rollouts")  # and it is ready again
+    assert table.locator("tr").count() == 7
+
+    for operand in ("first operand", "second operand"):  # both from 1 to 1: one pair
+        slide(page, panel, operand, "Home", ".noUi-handle-lower")
+        slide(page, panel, operand, "Home", ".noUi-handle-upper")
+    button.click()
+    playwright.expect(panel).to_contain_text("ValueError")
+
+
+def slide(
+    page: Any, box: Any, label: str, key: str, handle: str = ".noUi-handle"
+) -> None:
+    """Press a key on a slider's handle."""
+    box.locator(".widget-hslider", has_text=label).locator(handle).first.focus()
+    page.keyboard.press(key)
+
+
+def watch_and_browse(page: Any, lab: Lab, shot: Shot) -> None:
+    trained = page.locator(".jp-CodeCell", has=page.locator("progress"))
+    assert trained.count() == 2  # until the interrupt, and on
+    for number in range(2):  # each was redrawn in place
+        assert trained.nth(number).locator("progress").count() == 1
+        assert trained.nth(number).locator("img").count() == 1
+    assert re.search(r"step (\d+) of \1:", trained.nth(1).inner_text())
+    shot(trained.nth(1).locator(".jp-Cell-outputWrapper"), "dashboard")
+
+    browser = widget_box(page, "Next")
+    status = browser.locator(".widget-html-content", has_text="rollouts fit")
+    replies = browser.locator("tbody tr")
+    (file,) = lab.runs.glob("full-run-*/rollouts.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    records = [record for record in records if record["phase"] == "train"]
+    wrong = [record for record in records if record["outcome"] == "wrong_integer"]
+    playwright.expect(status).to_contain_text(f"{len(records):,} of {len(records):,}")
+
+    browser.locator("select").select_option(label="wrong integer")
+    playwright.expect(status).to_contain_text(f"{len(wrong):,} of {len(records):,}")
+    for row, record in zip(replies.all(), wrong, strict=False):
+        assert "wrong integer" in row.inner_text()
+        assert record["text"].splitlines()[-1] in row.locator("pre").inner_text()
+    shot(browser, "rollout_browser")
+
+    last = records[-1]["step"]
+    slide(page, browser, "steps", "End", ".noUi-handle-lower")
+    browser.locator("select").select_option(label="any")
+    in_last = [record for record in records if record["step"] == last]
+    playwright.expect(status).to_contain_text(f"{len(in_last)} of {len(records):,}")
+    browser.get_by_role("button", name="Next", exact=True).click()
+    playwright.expect(status).to_contain_text("here 6 to 10")
+
+
+USES: dict[str, Callable[[Any, Lab, Shot], None]] = {
+    "01_environment_and_grader": grade_an_answer,
+    "02_calibration": recalibrate,
+    "04_full_run": watch_and_browse,
+}
+
+
+@pytest.mark.timeout(1_500)  # a busy machine takes many times as long as an idle one
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_it_runs_and_its_widgets_work(
+    path: Path, lab: Lab, page: Any, shot: Shot
+) -> None:
+    run_all(page, lab, path.name)
+    if path.stem in USES:
+        USES[path.stem](page, lab, shot)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_no_widget_is_left_unused(path: Path) -> None:
+    outputs = [output for cell in code_cells(read(path)) for output in cell.outputs]
+    shows = any(WIDGET in output.get("data", {}) for output in outputs)
+    assert shows == (path.stem in USES)

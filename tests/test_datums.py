@@ -10,7 +10,7 @@ import pytest
 from fireworks.training.sdk import Datum
 
 from rlhelpers import RolloutFailed, make_datum, make_training_batch
-from rlhelpers.datums import check_run
+from rlhelpers.datums import check_run, make_scoring_datum
 
 
 def row(datum: Datum, name: str) -> list[Any]:
@@ -25,6 +25,15 @@ def test_a10_shift_and_mask_by_hand() -> None:
     assert row(datum, "advantages") == [0, 1, 1]
     # The service refuses an extra mask; zero advantages mask the prompt.
     assert set(datum.loss_fn_inputs) == {"target_tokens", "logprobs", "advantages"}
+
+
+def test_a_scoring_datum_is_laid_out_alike_and_trains_nothing() -> None:
+    datum = make_scoring_datum([1, 2], [3, 4])
+    assert datum.model_input.to_ints() == [1, 2, 3]
+    assert row(datum, "target_tokens") == [2, 3, 4]
+    assert set(datum.loss_fn_inputs) == {"target_tokens"}
+    with pytest.raises(ValueError, match="output_token_ids is empty"):
+        make_scoring_datum([1], [])
 
 
 def test_wire_types_are_those_the_service_expects() -> None:

@@ -153,6 +153,27 @@ def test_n05_a_plot_leaves_exactly_one_image() -> None:
     assert [images(cell) for cell in notebook.cells] == [0, 1, 0, 1]
 
 
+LIVE = """
+from rlhelpers.metrics import StepMetrics
+from rlhelpers.training import StepResult
+from rlhelpers.widgets import TrainingDashboard
+
+dashboard = TrainingDashboard(3, redraw_every=1)
+for step in (1, 2, 3):
+    metrics = StepMetrics.example(step=step, kl=step / 100)
+    dashboard(StepResult(metrics, (), (), ()))
+"""
+
+
+@pytest.mark.slow
+def test_n05_n12_a_live_dashboard_is_redrawn_in_place_and_stays() -> None:
+    (cell,) = run_cells(LIVE).cells
+    line, panels = cell.outputs
+    assert line["data"]["text/plain"].startswith("step 3 of 3: mean reward 0.50")
+    assert "image/png" in panels["data"]
+    assert WIDGET not in line["data"].keys() | panels["data"].keys()
+
+
 def images(cell: Any) -> int:
     return sum("image/png" in output.get("data", {}) for output in cell.outputs)
 
@@ -403,9 +424,8 @@ def test_n20_the_readme_agrees_with_the_presets() -> None:
     for path in NOTEBOOKS:
         assert f"(notebooks/{path.name})" in text
     linked = set(re.findall(r"\]\(([^)#:]+)\)", text))
-    assert {Path(link).stem[:2] for link in linked if link.endswith(".ipynb")} == {
-        f"{number:02}" for number in range(1, 7)
-    }
+    notebooks = {Path(link).stem for link in linked if link.endswith(".ipynb")}
+    assert notebooks == set(IDS)
     for link in linked:
         assert link.endswith(".ipynb") or (ROOT / link).exists(), link
 

@@ -504,7 +504,8 @@ def keyless(folder: Path) -> bool:
 
 @pytest.mark.slow
 def test_notebook_04_runs_on_the_paid_backend(account: Path, events: list[str]) -> None:
-    executed = execute(account)
+    executed = execute(account, KL_EVERY=1)  # off unless asked for: it is paid for
+    assert count(events, "/forward") == 2  # one a step
     cells = {cell.id: cell for cell in executed.cells}
     banner = "".join(output.text for output in cells["c11"].outputs)
     assert "Backend          fireworks" in banner
@@ -536,6 +537,7 @@ def test_notebook_04_runs_on_the_paid_backend(account: Path, events: list[str]) 
         ("03_one_update", {}),
         ("05_before_and_after", {"RANGES": [[10, 99], [100, 300]]}),
         ("06_checkpoints", {"STEPS": 4}),
+        ("10_reward_design", {}),
     ],
 )
 def test_the_other_notebooks_run_on_the_paid_backend(

@@ -41,6 +41,12 @@ def sources(inside_local: bool) -> list[Path]:
     ]
 
 
+def dotted(path: Path) -> str:
+    """The name under which a module of the package is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def full_name(module: str, name: str) -> str:
     return f"{module}.{name}" if name else module
 
@@ -101,11 +107,20 @@ def test_public_names_are_importable() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [p.stem for p in sources(False) if not p.stem.startswith("__")]
+    "name", [dotted(path) for path in sources(False) if path.stem != "__main__"]
 )
 def test_examples_in_docstrings_hold(name: str) -> None:
-    module = importlib.import_module(f"rlhelpers.{name}")
+    module = importlib.import_module(name)
     assert doctest.testmod(module).failed == 0
+
+
+def test_checkers_live_in_the_module_of_their_notebook() -> None:
+    from rlhelpers import checks
+
+    homes = {path.stem for path in (PACKAGE / "checks").glob("*.py")}
+    lessons = {path.stem[3:] for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert homes - {"__init__", "lesson", "marking"} <= lessons
+    assert all(hasattr(checks, name) for name in checks.__all__)
 
 
 IMPORT_PROBE = """

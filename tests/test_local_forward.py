@@ -98,6 +98,19 @@ def test_a_reference_without_any_adapter(
     reference.unload_model().result()
 
 
+def test_a_reference_outlives_the_policies(
+    client: Any, policy: Any, table: np.ndarray
+) -> None:
+    reference = client.create_reference_client(TINY)
+    expected = table[range(6), TARGETS]
+    train(policy)
+    later = client.create_lora_training_client(base_model=TINY, rank=4, seed=2)
+    policy.unload_model().result()  # the one that computed last
+    np.testing.assert_allclose(logprobs(reference), expected, atol=1e-5)
+    later.unload_model().result()
+    np.testing.assert_allclose(logprobs(reference), expected, atol=1e-5)
+
+
 def test_a_reference_only_answers_forward(client: Any) -> None:
     reference = client.create_reference_client(TINY)
     message = "reference model .* answers forward only"

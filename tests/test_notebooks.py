@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 IDS = [path.stem for path in NOTEBOOKS]
+SOLUTIONS = sorted((FOLDER / "solutions").glob("*.ipynb"))
+STORED = [*NOTEBOOKS, *SOLUTIONS]
+STORED_IDS = [path.stem for path in STORED]
 
 
 def read(path: Path) -> Any:
@@ -47,7 +50,7 @@ def printed(notebook: Any) -> str:
 # -- the stored form --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.mark.parametrize("path", STORED, ids=STORED_IDS)
 def test_stored_outputs_come_from_one_clean_run(path: Path) -> None:
     notebook = read(path)
     cells = code_cells(notebook)
@@ -61,17 +64,27 @@ def test_stored_outputs_come_from_one_clean_run(path: Path) -> None:
     assert not re.search(r"/(home|root|tmp|work|Users)/|Traceback|api_key=\w", text)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.mark.parametrize("path", STORED, ids=STORED_IDS)
 def test_the_kernel_is_nobodys_own(path: Path) -> None:
     assert read(path).metadata.kernelspec.name == "python3"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.mark.parametrize("path", STORED, ids=STORED_IDS)
 def test_cells_stay_short(path: Path) -> None:
     cells = [cell.source.splitlines() for cell in code_cells(read(path))]
     assert max(len(lines) for lines in cells) <= 40
     assert sorted(len(lines) for lines in cells)[len(cells) // 2] <= 12
     assert max(len(line) for lines in cells for line in lines) <= 88
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_a_notebook_fits_one_sitting(path: Path) -> None:
+    # The hidden cell for hosted services is nothing to read.
+    cells = [cell for cell in read(path).cells if cell.id != "hosted"]
+    prose = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    assert 25 <= len(cells) <= 45
+    words = [word for text in prose for word in text.split() if re.search(r"\w", word)]
+    assert len(words) <= 1550  # about 1,500; rules of tables are no words
 
 
 def parameters_of(notebook: Any) -> dict[str, Any]:
@@ -127,7 +140,7 @@ def test_parameters_are_checked_before_anything_is_sent(path: Path) -> None:
     assert parameters < checked[0] < min(sent, default=len(sources))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.mark.parametrize("path", STORED, ids=STORED_IDS)
 def test_no_loop_is_started_inside_the_notebooks_own(path: Path) -> None:
     source = "\n".join(cell.source for cell in code_cells(read(path)))
     assert "asyncio.run" not in source
@@ -200,6 +213,7 @@ def check_04(notebook: Any, folder: Path) -> None:
     assert {row["rollouts"] for row in rows} == {8}
     assert {row["max_tokens"] for row in rows} == {64}
     assert {row["learning_rate"] for row in rows} == {1e-3}
+    assert [row["kl"] is not None for row in rows] == [False, True, False]
     rollouts = metrics.with_name("rollouts.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in rollouts]
     before = [record for record in records if record["phase"] == "before"]
@@ -270,6 +284,28 @@ def check_06(notebook: Any, folder: Path) -> None:
     assert "✓ the same greedy replies, token by token" in text
 
 
+def check_10(notebook: Any, folder: Path) -> None:
+    (sampled,) = calibrations(folder)
+    assert len(sampled) == 4 * 4  # two steps' tasks, each GROUP_SIZE times
+    for label in ("gamed", "cured"):
+        (metrics,) = folder.glob(f"{label}-*/metrics.jsonl")
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        assert [row["step"] for row in rows] == [1, 2]
+        assert {row["rollouts"] for row in rows} == {8}
+        assert {row["max_tokens"] for row in rows} == {64}
+        assert {row["learning_rate"] for row in rows} == {1e-3}
+        records = metrics.with_name("rollouts.jsonl").read_text().splitlines()
+        after = [r for r in map(json.loads, records) if r["phase"] == "after"]
+        assert len(after) == 6
+    operands = [value for row in sampled for value in row["args"].values()]
+    assert min(operands) >= 2
+    assert max(operands) <= 12
+    text = printed(notebook)
+    assert "6 held out" in text
+    assert "✓ grading again cost no token" in text
+    assert "Token ceiling    5,000,000" in text  # TOKEN_LIMIT
+
+
 Check = Callable[[Any, Path], None]
 CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
     "01_environment_and_grader": (
@@ -315,6 +351,7 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "MAX_TOKENS": 64,
             "LEARNING_RATE": 1e-3,
             "EVALUATION_TASKS": 6,
+            "KL_EVERY": 2,
             "INTERRUPT_AFTER": 1,
             "TOKEN_LIMIT": 123_456,
             "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
@@ -345,6 +382,22 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
         },
         check_06,
+    ),
+    "10_reward_design": (
+        {
+            "SEED": 5,
+            "MIN_OPERAND": 2,
+            "MAX_OPERAND": 12,
+            "STEPS": 2,
+            "TASKS_PER_STEP": 2,
+            "GROUP_SIZE": 4,
+            "MAX_TOKENS": 64,
+            "LEARNING_RATE": 1e-3,
+            "EVALUATION_TASKS": 6,
+            "TOKEN_LIMIT": 5_000_000,
+            "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
+        },
+        check_10,
     ),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +72,7 @@ def draw_all(metrics: list[StepMetrics], rollouts: list[Any]) -> list[Figure]:
         plots.plot_tokens_by_cause(rollouts, rollouts[:12]),
         plots.plot_accuracy_by_range({"1 to 9": compare_before_after(*paired)}),
         plots.plot_checkpoints(metrics, {0: summarize_outcomes(rollouts)}),
+        plots.plot_reward_and_truth({"a": metrics, "b": metrics}, {"a": {0: 0.7}}),
     ]
 
 
@@ -137,6 +137,23 @@ def test_dashboard_shows_kl_only_where_it_was_measured(
     assert last_title(metrics) == "Loss (no measure of progress)"
     measured = [*metrics, StepMetrics.example(step=9, kl=0.01)]
     assert last_title(measured) == "KL to the base model"
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [
+        ([0.0, 0.5], (0.0, 0.55)),
+        ([-0.01, 0.5], (-0.011, 0.55)),  # an estimate below 0 stays in sight
+        ([1e-6, 2e-6], (0.0, 0.01)),  # noise around 0 does not fill the panel
+    ],
+)
+def test_the_kl_panel_has_room_for_what_was_measured(
+    values: list[float], limits: tuple[float, float]
+) -> None:
+    rows = [StepMetrics.example(step=s, kl=kl) for s, kl in enumerate(values, start=1)]
+    figure = plots.plot_training_dashboard(rows)
+    (axes,) = (a for a in figure.axes if a.get_title().startswith("KL"))
+    assert axes.get_ylim() == pytest.approx(limits)
 
 
 def test_outcome_counts_stand_on_the_bars(rollouts: list[Any]) -> None:
@@ -307,71 +324,20 @@ def test_checkpoints_without_an_evaluation_are_refused(
         plots.plot_checkpoints(metrics, {})
 
 
-# -- in words ---------------------------------------------------------------------
-
-
-def test_every_figure_says_what_it_shows(
-    metrics: list[StepMetrics], rollouts: list[Any]
-) -> None:
-    figures = draw_all(metrics, rollouts)
-    figures += [
-        plots.plot_group_signal(),
-        plots.plot_who_does_what(),
-        plots.plot_datum(["a", "b"], [0.0, 1.0], [0.0, -0.5]),
-    ]
-    public = {name for name in vars(plots) if name.startswith("plot_")} - {"plot_texts"}
-    assert len(figures) == len(public)
-    for figure in figures:
-        words = str(figure)
-        assert repr(figure) == words
-        assert len(words) >= 40
-        assert "<Figure" not in words
-        assert re.search(r"\d", words) or words.startswith("Three boxes")
-        data, metadata = figure._repr_mimebundle_()
-        assert (data, metadata) == ({}, {"image/png": {"alt": words}})
-
-
-def test_words_of_a_learning_curve(metrics: list[StepMetrics]) -> None:
-    # Rewards 0.45, 0.50 … 0.80 over 8 steps of 64 rollouts.
-    assert str(plots.plot_learning_curve(metrics, held_out={0: 0.5, 8: 0.9})) == (
-        "Curve over 8 steps and 512 rollouts: mean training reward 0.45 at step 1 and "
-        "0.80 at step 8, lowest 0.45 at step 1; within-group spread 0.40 at first, "
-        "0.40 at last. Held-out accuracy, greedy: 50.0% after 0 steps; 90.0% after 8 "
-        "steps."
-    )
-
-
-def test_words_of_the_dashboard_leave_out_what_was_not_measured(
-    metrics: list[StepMetrics],
-) -> None:
-    words = str(plots.plot_training_dashboard(metrics))
-    assert "mean reward 0.45 to 0.80" in words
-    assert "mean tokens of a reply 59.0 to 52.0" in words
-    assert "correct 62% to 62%" in words  # 40 of 64
-    assert "KL" not in words
-
-
-def test_words_of_small_plots() -> None:
-    assert str(plots.plot_advantages([1, 0], [0.71, -0.71])) == (
-        "Bars: one group of 2 rollouts with mean reward 0.50 and its advantages: "
-        "reward 1 gets +0.71; reward 0 gets -0.71."
-    )
-    assert str(
-        plots.plot_datum(["7", "8", "!"], [0.0, 1.5, 1.5], [0.0, -0.1, -2.0])
-    ) == (
-        "A datum of 3 targets: 1 masked, 2 trained with advantage +1.50: '8!'. Lowest "
-        "log-probability -2.00, of '!'."
-    )
-    moved = {("correct", "correct"): 3, ("token_limit", "correct"): 2}
-    assert str(plots.plot_transitions({**moved, ("correct", "wrong_integer"): 1})) == (
-        "Table of 6 tasks, before to after training. correct 4: 3 to correct, 1 to "
-        "wrong integer; token limit hit 2: 2 to correct. Fixed 2, regressed 1."
-    )
-
-
-def test_a_plot_without_words_names_its_titles_and_axes() -> None:
-    figure, axes = plots._subplots(figsize=(2, 2))
-    axes.set(title="Reward", xlabel="training step", ylabel="mean reward")
-    assert str(plots._finished(figure)) == (
-        "Plot: Reward (mean reward against training step)."
-    )
+def test_reward_and_truth_are_drawn_apart(metrics: list[StepMetrics]) -> None:
+    held_out = {"gamed": {0: 0.7, 8: 0.2}}
+    figure = plots.plot_reward_and_truth({"gamed": metrics, "other": metrics}, held_out)
+    above, other, below, _ = figure.axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in above.get_lines()}
+    assert lines["mean reward"] == pytest.approx([0.4 + 0.05 * n for n in range(1, 9)])
+    assert lines["share right"] == [40 / 64] * 8
+    assert lines["held-out accuracy, greedy"] == [0.7, 0.2]
+    assert list(below.get_lines()[0].get_ydata()) == [60.0 - n for n in range(1, 9)]
+    # A run that was not evaluated has no diamonds.
+    assert [len(line.get_ydata()) for line in other.get_lines()] == [8, 8, 0]
+    words = str(figure)
+    assert "gamed, 8 steps and 512 rollouts: mean reward 0.45 at step 1" in words
+    assert "share right 62% to 62%; mean tokens of a reply 59.0 to 52.0" in words
+    assert "held-out accuracy, greedy, 70.0% after 0 steps, 20.0% after 8" in words
+    with pytest.raises(ValueError, match="no runs"):
+        plots.plot_reward_and_truth({}, {})

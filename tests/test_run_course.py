@@ -62,16 +62,20 @@ def test_all_notebooks_run_in_order_with_their_parameters(
     assert "rate 0.1" in copies["02_b.ipynb"]
 
 
-def test_times_are_written_and_added_up(
+def test_solutions_run_only_if_asked_for(
     runner: ModuleType, course: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = course.parent / "times.json"
-    assert run(runner, course, "--times", str(file)) == 0
-    times = json.loads(file.read_text())
-    assert list(times["seconds"]) == ["01_a", "02_b"]
-    assert times["total"] == pytest.approx(sum(times["seconds"].values()), abs=0.06)
+    for number in ("01", "02"):
+        name = f"{number}_solutions.ipynb"
+        write(course / "solutions", name, "SIZE = 1", "print('solved', SIZE)")
+    assert run(runner, course, "--only", "01") == 0
+    assert "01_solutions" not in capsys.readouterr().out
+    assert run(runner, course, "--only", "01", "--solutions", "-p", "SIZE", "3") == 0
     printed = capsys.readouterr().out
-    assert f"2 notebooks passed in {times['total']:.0f} s" in printed
+    assert printed.index("[1/2] 01_a.ipynb") < printed.index("[2/2] 01_solutions.ipynb")
+    assert "02_solutions" not in printed
+    copy = course.parent / "out" / "01_solutions.ipynb"
+    assert "solved 3" in copy.read_text()
 
 
 def test_first_failure_stops_and_is_named(
@@ -132,3 +136,15 @@ def test_a_value_that_cannot_work_stops_the_notebook(
 )
 def test_parameter_values(runner: ModuleType, text: str, value: object) -> None:
     assert runner.parse_value(text) == value
+
+
+def test_times_are_written_and_added_up(
+    runner: ModuleType, course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = course.parent / "times.json"
+    assert run(runner, course, "--times", str(file)) == 0
+    times = json.loads(file.read_text())
+    assert list(times["seconds"]) == ["01_a", "02_b"]
+    assert times["total"] == pytest.approx(sum(times["seconds"].values()), abs=0.06)
+    printed = capsys.readouterr().out
+    assert f"2 notebooks passed in {times['total']:.0f} s" in printed

@@ -220,6 +220,9 @@ def test_planned_work_is_bounded_by_kind() -> None:
     # 10 prompts of 38 and 10 replies of 160; 4 datums of 38 + 160 - 1.
     work = PlannedWork(10, 4, prompt_tokens=38, max_tokens=160)
     assert work.bound == TokenCounts(prefill=380, sampled=1600, trained=788)
+    # Two of them are read once more by a forward pass: 2 × 197.
+    work = PlannedWork(10, 4, prompt_tokens=38, max_tokens=160, forwards=2)
+    assert work.bound == TokenCounts(prefill=774, sampled=1600, trained=788)
 
 
 def test_cost() -> None:

@@ -210,6 +210,7 @@ def test_the_planned_work_counts_real_prompts(
         model=preset,
         runs_dir=tmp_path,
         planned_rollouts=0,
+        planned_forwards=3,
         max_tokens=7,
         max_operand=123,
         quiet=True,
@@ -221,6 +222,7 @@ def test_the_planned_work_counts_real_prompts(
         )
         rendered = session.tokenizer.encode(prompt, add_special_tokens=False)
     assert (work.rollouts, work.datums, work.max_tokens) == (0, 0, 7)
+    assert work.forwards == 3
     assert work.prompt_tokens == len(rendered)
 
 

@@ -6,8 +6,11 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -322,3 +325,158 @@ def test_a_range_without_room_for_one_step_names_the_remedy() -> None:
         training_pairs(10, 4, held_out=42, pairs=45)
     with pytest.raises(ValueError, match="0 are left.*MAX_OPERAND"):
         training_pairs(10, 4, held_out=50, pairs=45)
+
+
+# -- sources of one's own ---------------------------------------------------------
+
+TASKS_SOURCE = """
+from echo_env import say
+
+tasks = [say(word=word) for word in ("hi", "ho", "ha")]
+"""
+
+
+async def test_a_folder_brings_its_environment_along(tmp_path: Path) -> None:
+    (tmp_path / "echo_env.py").write_text(ENV_SOURCE, encoding="utf-8")
+    (tmp_path / "echo_tasks.py").write_text(TASKS_SOURCE, encoding="utf-8")
+    loaded = load_tasks(tasks_file=tmp_path)
+    assert sorted(task.args["word"] for task in loaded.taskset) == ["ha", "hi", "ho"]
+    job = await loaded.taskset.run(HiAgent(), runtime=loaded.runtime)
+    assert sorted(run.grade.reward for run in job.runs) == [0.0, 0.0, 1.0]
+
+
+async def test_a_source_that_imports_its_environment(tmp_path: Path) -> None:
+    (tmp_path / "echo_env.py").write_text(ENV_SOURCE, encoding="utf-8")
+    path = tmp_path / "echo_tasks.py"
+    path.write_text(TASKS_SOURCE, encoding="utf-8")
+    loaded = load_tasks(tasks_file=path)
+    job = await loaded.taskset.run(HiAgent(), runtime=loaded.runtime)
+    assert sum(run.grade.reward for run in job.runs) == 1.0
+
+
+async def test_a_source_named_as_the_bundled_environment_keeps_its_own(
+    tmp_path: Path,
+) -> None:
+    """HUD's examples call theirs "arithmetic" too; ours would grade it silently."""
+    source = ENV_SOURCE.replace('"echo"', '"arithmetic"')
+    path = tmp_path / "own_arithmetic.py"
+    path.write_text(source + '\ntasks = [say(word="hi")]\n', encoding="utf-8")
+    loaded = load_tasks(tasks_file=path)
+    job = await loaded.taskset.run(HiAgent(), runtime=loaded.runtime)
+    assert [run.grade.reward for run in job.runs] == [1.0]
+
+
+async def test_a_source_of_bundled_tasks(tmp_path: Path) -> None:
+    path = tmp_path / "bundled.py"
+    path.write_text(
+        "from rlhelpers.tasks import multiplication_task\n"
+        "tasks = [multiplication_task(2, 3)]\n",
+        encoding="utf-8",
+    )
+    loaded = load_tasks(tasks_file=path)
+    job = await loaded.taskset.run(HiAgent(), runtime=loaded.runtime)
+    assert [run.grade.reward for run in job.runs] == [0.0]
+    assert job.runs[0].grade.info["expected"] == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", "[{", r"a\.json is not JSON: Expecting"),
+        ("a.jsonl", '{"env"\n', r"a\.jsonl is not one JSON object a line"),
+        ("a.json", '[{"env": "echo"}]', r"no task: id: Field required .*needs env, id"),
+        ("a.json", '[{"env": "", "id": "say"}]', r"no task: env: "),
+        ("a.json", "[3]", "each task entry must be an object; a .json or"),
+        ("a.csv", "env,id", "unsupported taskset source"),
+        ("a.py", "import no_such_module_here", "while it was imported: ModuleNotFound"),
+        ("a.py", "tasks = 3", "holds no tasks"),
+    ],
+)
+def test_a_source_that_cannot_be_read(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=said):
+        load_tasks(tasks_file=tmp_path / name)
+
+
+def test_an_environment_that_lacks_what_the_tasks_ask_for(tmp_path: Path) -> None:
+    source = tmp_path / "echo_env.py"
+    source.write_text(ENV_SOURCE, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"environment 'other' .*could not be loaded"):
+        load_tasks(tasks_file=write_tasks(tmp_path, "other"), env_path=source)
+    path = tmp_path / "tasks.json"
+    path.write_text('[{"env": "echo", "id": "sya", "args": {}}]', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"ask for sya of .*'echo'.* defines say"):
+        load_tasks(tasks_file=path, env_path=source)
+    source.write_text("raise OSError('no disk')", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"OSError: no disk; env_path is"):
+        load_tasks(tasks_file=path, env_path=source)
+
+
+class Platform(BaseHTTPRequestHandler):
+    """HUD's API as far as fetching a taskset needs it."""
+
+    def do_GET(self) -> None:
+        key = self.headers.get("Authorization", "")
+        rows = [{"env": "shop", "scenario": "buy", "name": "b", "args": {"n": 1}}]
+        answers = {
+            "/v2/tasksets/by-name/team%2Ftasks": {
+                "taskset_id": "0b8f1a52-4c1e-4a52-8a0e-0d9b8c1f2a3b",
+                "name": "tasks",
+            },
+            "/v2/tasksets/0b8f1a52-4c1e-4a52-8a0e-0d9b8c1f2a3b/export": {
+                "name": "tasks",
+                "tasks": rows,
+            },
+        }
+        answer = answers.get(self.path)
+        status = 404 if answer is None else 200
+        status = status if "good-key" in key else 401
+        body = json.dumps(answer or {"detail": "no"}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """HUD's client, pointed at a stand-in on loopback."""
+    from hud.settings import settings
+
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Platform)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(settings, "hud_api_url", url)
+    monkeypatch.setattr(settings, "api_key", "good-key")
+    yield
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_hosted_taskset_is_fetched_by_huds_client(platform: None) -> None:
+    loaded = load_tasks(taskset="team/tasks")
+    (task,) = loaded.taskset
+    assert (task.env, task.id, task.slug, task.args) == ("shop", "buy", "b", {"n": 1})
+    assert isinstance(loaded.runtime, HUDRuntime)
+    with pytest.raises(ValueError, match="taskset not found: team/none"):
+        load_tasks(taskset="team/none")
+
+
+def test_a_refused_hud_key_is_not_shown(
+    platform: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hud.settings import settings
+
+    monkeypatch.setattr(settings, "api_key", "hud-secret")
+    with pytest.raises(PermissionError, match="HUD refused HUD_API_KEY") as caught:
+        load_tasks(taskset="team/tasks")
+    assert "hud-secret" not in str(caught.value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Callable
 from typing import Any
 
 import ipywidgets
@@ -11,7 +13,12 @@ import pytest
 from rlhelpers.calibration import CalibrationSettings
 from rlhelpers.metrics import StepMetrics
 from rlhelpers.training import StepResult
-from rlhelpers.widgets import CalibrationPanel, TrainingDashboard, answer_box
+from rlhelpers.widgets import (
+    CalibrationPanel,
+    RolloutBrowser,
+    TrainingDashboard,
+    answer_box,
+)
 
 
 class Shown:
@@ -188,3 +195,88 @@ async def test_n03_an_error_in_the_callback_is_seen() -> None:
     panel.button.click()
     await settle()
     assert texts(panel) == ["'24 rollouts'", "'a second part'"]
+
+
+async def test_an_interrupted_calibration_leaves_a_panel_that_works() -> None:
+    recalibrate = Recalibrations()
+    panel = panel_for(recalibrate)
+    panel.button.click()
+    await settle()
+    panel.group_size.value = 8  # what is being sampled stays said
+    assert panel.status.value == "Sampling …"
+    assert panel._running is not None
+    panel._running.cancel()  # as the stop button does
+    await settle()
+    assert "48 rollouts" in panel.status.value
+    recalibrate.go.set()
+    panel.button.click()
+    await settle()
+    assert texts(panel) == ["'48 rollouts'", "'a second part'"]
+
+
+# -- the rollout browser ------------------------------------------------------------
+
+
+@pytest.fixture
+def browser(record: Callable[..., Any]) -> RolloutBrowser:
+    """Twelve rollouts: three steps of four, the second of each step wrong."""
+    records = [
+        record(
+            outcome="wrong_integer" if index == 1 else "correct",
+            step=step,
+            rollout_index=index,
+            text=f"reply {step}.{index} <b>",
+        )
+        for step in (1, 2, 3)
+        for index in range(4)
+    ]
+    return RolloutBrowser(records, page=5)
+
+
+def replies(browser: RolloutBrowser) -> list[str]:
+    return re.findall(r"reply (\d\.\d) &lt;b&gt;", browser.table.value)
+
+
+def test_the_browser_turns_its_pages(browser: RolloutBrowser) -> None:
+    assert replies(browser) == ["1.0", "1.1", "1.2", "1.3", "2.0"]
+    assert browser.status.value == "12 of 12 rollouts fit; here 1 to 5"
+    assert (browser.back.disabled, browser.next.disabled) == (True, False)
+    browser.next.click()
+    browser.next.click()
+    assert replies(browser) == ["3.2", "3.3"]
+    assert browser.status.value == "12 of 12 rollouts fit; here 11 to 12"
+    assert (browser.back.disabled, browser.next.disabled) == (False, True)
+    browser.next.click()  # pressed before the button was seen to be disabled
+    assert replies(browser) == ["3.2", "3.3"]
+    browser.back.click()
+    assert replies(browser)[0] == "2.1"
+
+
+def test_a_filter_begins_at_the_first_page(browser: RolloutBrowser) -> None:
+    browser.next.click()
+    browser.outcome.value = "wrong_integer"
+    assert replies(browser) == ["1.1", "2.1", "3.1"]
+    browser.steps.value = (2, 3)
+    assert replies(browser) == ["2.1", "3.1"]
+    assert browser.status.value == "2 of 12 rollouts fit; here 1 to 2"
+    browser.rewards.value = (1.0, 1.0)
+    assert browser.status.value == "no rollout fits; widen a filter"
+    assert browser.table.value == ""
+    browser.outcome.value = None
+    assert len(browser.chosen) == 6
+
+
+def test_a_slider_with_nothing_to_slide_is_left_out(record: Callable[..., Any]) -> None:
+    browser = RolloutBrowser([record(), record(outcome="wrong_integer")])
+    assert browser.rewards in browser.children
+    assert browser.steps not in browser.children
+    with pytest.raises(ValueError, match="no rollouts to browse"):
+        RolloutBrowser([])
+
+
+def test_n03_an_error_in_the_browser_is_seen(
+    browser: RolloutBrowser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(browser, "_records", [None])
+    browser.outcome.value = "correct"
+    assert "AttributeError" in browser.table.value

@@ -6,7 +6,6 @@ Adam moments. All methods run on the service's compute thread.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -196,8 +195,11 @@ class PolicyTrainer:
     ) -> PassResult:
         """Forward pass of the bare base model, without any adapter."""
         settings = resolve_config(loss_fn, config)
-        peft = self._peft
-        with contextlib.nullcontext() if peft is None else peft.disable_adapter():
+        if self._peft is None or not self._adapters:
+            return self._passes(data, loss_fn, settings, False, top_k)
+        # PEFT may still name an adapter that was unloaded; it must name one it has.
+        self._activate(next(iter(self._adapters.values())))
+        with self._peft.disable_adapter():
             return self._passes(data, loss_fn, settings, False, top_k)
 
     def optim_step(
@@ -312,7 +314,8 @@ class PolicyTrainer:
             packed = pack([rows[index] for index in chosen], sequences)
             batch = [data[index] for index in packed.members]
             with torch.set_grad_enabled(backward):
-                logits = run_model(self._peft or self.base.trainable, packed)
+                with_adapters = self._peft if self._adapters else None
+                logits = run_model(with_adapters or self.base.trainable, packed)
                 lp = _target_logprobs(logits, packed, batch)
                 inputs = _concatenate(batch, lp.device)
                 per_token = LOSSES[loss_fn].token_loss(lp, inputs, settings)
