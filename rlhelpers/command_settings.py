@@ -41,6 +41,16 @@ RUN_SETTINGS = (
     "group_size",
     "fixed_tasks",
 )
+#: Settings of a notebook's run that its resume.json keeps.
+_TRAINING = (
+    "steps",
+    "tasks_per_step",
+    "group_size",
+    "max_tokens",
+    "learning_rate",
+    "loss_fn",
+    "checkpoint_every",
+)
 _NOT_KEPT = ("run_dir", "debug_samples")
 _OPERANDS = {"MIN_OPERAND": "--min-a, --min-b", "MAX_OPERAND": "--max-a, --max-b"}
 
@@ -250,9 +260,7 @@ def _kept_settings(folder: Path) -> dict[str, Any]:
 
 def _notebook_settings(folder: Path) -> dict[str, Any]:
     state = read_resume_state(folder / "resume.json")
-    names = ("steps", "tasks_per_step", "group_size", "max_tokens", "learning_rate")
-    names = (*names, "loss_fn", "checkpoint_every")
-    kept = {name: state.config[name] for name in names if name in state.config}
+    kept = {name: state.config[name] for name in _TRAINING if name in state.config}
     before = 0
     if (folder / "rollouts.jsonl").is_file():
         before = len(read_rollouts(folder / "rollouts.jsonl", phase="before"))
