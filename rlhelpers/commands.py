@@ -149,6 +149,7 @@ def _connect(
     *,
     rollouts: int,
     datums: int = 0,
+    forwards: int = 0,
     max_tokens: int,
     checkpoint: str | None = None,
 ) -> TrainingSession:
@@ -162,6 +163,7 @@ def _connect(
         prices=settings.prices,
         planned_rollouts=rollouts,
         planned_datums=datums,
+        planned_forwards=forwards,
         max_tokens=max_tokens,
         max_operand=max(map(max, settings.operands)),
         resume_from=checkpoint,
@@ -282,6 +284,7 @@ def train_command(settings: Settings, folder: Path | None) -> None:
         training.tasks,
         rollouts=training.all_rollouts,
         datums=training.trained_rollouts,
+        forwards=config.kl_rollouts,
         max_tokens=config.max_tokens,
         checkpoint=checkpoint,
     ) as session:

@@ -265,7 +265,8 @@ def recalibrate(page: Any, lab: Lab, shot: Shot) -> None:
     # The four calibrations of the notebook's own cells, then the learner's.
     assert [row[2] for row in rows] == ["group size", "4", "4", "4", "4", "5"]
     assert rows[-1][:4] == ["10 to 99", "10 to 99", "5", "160"]
-    assert panel.locator("img").count() == 1
+    # The bars follow the table, a moment later.
+    playwright.expect(panel.locator("img")).to_have_count(1)
     shot(panel, "calibration_panel")
 
     slide(page, panel, "group size", "End")
