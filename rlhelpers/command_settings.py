@@ -50,6 +50,7 @@ _TRAINING = (
     "learning_rate",
     "loss_fn",
     "checkpoint_every",
+    "kl_every",
 )
 _NOT_KEPT = ("run_dir", "debug_samples")
 _OPERANDS = {"MIN_OPERAND": "--min-a, --min-b", "MAX_OPERAND": "--max-a, --max-b"}
@@ -91,6 +92,7 @@ class Settings:
     learning_rate: float | None = None
     loss_fn: str | None = None
     checkpoint_every: int | None = None
+    kl_every: int | None = None
     require_update: bool | None = None
     eval_before: bool | None = None
     fixed_tasks: bool | None = None
@@ -111,6 +113,7 @@ class Settings:
             MAX_B=whole_number(0),
             EVALUATION_TASKS=whole_number(least_evaluation_tasks),
             CHECKPOINT_EVERY=whole_number(1),
+            KL_EVERY=whole_number(0),
             DEBUG_SAMPLES=whole_number(0),
         )
 
@@ -154,6 +157,7 @@ class Settings:
             learning_rate=self.learning_rate,
             loss_fn=self.loss_fn,
             checkpoint_every=self.checkpoint_every,
+            kl_every=self.kl_every,
             require_update=self.require_update,
             seed=self.seed,
         )
