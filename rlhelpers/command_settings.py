@@ -113,7 +113,6 @@ class Settings:
             MAX_B=whole_number(0),
             EVALUATION_TASKS=whole_number(least_evaluation_tasks),
             CHECKPOINT_EVERY=whole_number(1),
-            KL_EVERY=whole_number(0),
             DEBUG_SAMPLES=whole_number(0),
         )
 

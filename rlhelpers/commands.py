@@ -164,7 +164,6 @@ def _connect(
         planned_rollouts=rollouts,
         planned_datums=datums,
         planned_forwards=forwards,
-        planned_forwards=forwards,
         max_tokens=max_tokens,
         max_operand=max(map(max, settings.operands)),
         resume_from=checkpoint,
