@@ -644,8 +644,8 @@ def test_settings_of_a_notebooks_run(tmp_path: Path) -> None:
     )
     settings, folder = read_settings({"resume_from": str(tmp_path), "steps": 9})
     assert folder == tmp_path
-    assert settings.train_config() == TrainConfig(
-        **{**config, "steps": 9}, learning_rate=1e-3, seed=4
+    assert settings.train_config() == TrainConfig.from_preset(
+        TINY, **{**config, "steps": 9}, learning_rate=1e-3, seed=4
     )
     assert settings.drawn_for == 7
     assert settings.resume_from is None
