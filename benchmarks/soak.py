@@ -33,7 +33,7 @@ HABITS = Habits()
 
 def alone(folder: Path, model: Path, steps: int) -> list[Step]:
     """The first client's steps, with the service to itself."""
-    service = ServiceProcess(folder / "alone", model)
+    service = ServiceProcess(folder / "alone", model, errors=folder / "errors")
     try:
         (found,) = train(service.endpoint, clients=1, steps=steps, habits=HABITS)
     finally:
@@ -46,7 +46,7 @@ def together(
 ) -> list[list[Step]]:
     """All clients' steps; prints what they cost the service."""
     state = folder / "together"
-    service = ServiceProcess(state, model)
+    service = ServiceProcess(state, model, errors=folder / "errors")
     pid = service.process.pid
     print(f"memory at start         {resident_megabytes(pid):8.1f} MB", flush=True)
 

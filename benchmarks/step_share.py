@@ -109,20 +109,20 @@ def thread_seconds() -> dict[str, float]:
     clock_of = getattr(time, "pthread_getcpuclockid", None)
     if clock_of is None:  # macOS, Windows
         return {}
-    seconds: dict[str, float] = defaultdict(float)
-    for thread in threading.enumerate():
-        if thread.ident is not None:
-            used = time.clock_gettime(clock_of(thread.ident))
-            seconds[_what(thread)] += used
-    seconds["all threads"] = time.process_time()
-    return seconds
-
-
-def _what(thread: threading.Thread) -> str:
-    if thread is threading.main_thread():
-        return "HUD, agents, grading, datums"
-    known = {COMPUTE_THREAD: "compute thread", "rlhelpers-local-http": "service's HTTP"}
-    return known.get(thread.name, "SDK and others")
+    known = {
+        threading.main_thread().name: "HUD, agents, grading, datums",
+        COMPUTE_THREAD: "compute thread",
+        "rlhelpers-local-http": "service's HTTP",
+    }
+    total = time.process_time()
+    seconds = {
+        known[thread.name]: time.clock_gettime(clock_of(thread.ident))
+        for thread in threading.enumerate()
+        if thread.name in known and thread.ident is not None
+    }
+    # Threads that have ended are in the total only.
+    others = total - sum(seconds.values())
+    return {**seconds, "SDK and others": others, "all threads": total}
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,15 @@
 
 Each side is a process of its own and trains the same policy for 30 steps of 8 tasks × 8
 rollouts: the same tasks in the same steps, the same prompts, token limit, reward
-function, LoRA adapter (rank 8 on every linear layer, alpha 32) and learning rate.
-Afterwards it answers the same held-out tasks greedily. TRL gets the settings nearest to
-ours: advantages divided by the group's spread, the token-summed loss up to a constant
-(``dr_grpo``), no KL, one update a batch, all 64 rollouts in one batch, Adam with our
-betas, a constant rate, no clipping of the gradient. It also gets what makes it fast
-here: float32 without autocast, no gradient checkpointing, no saving, no log but one
-line a step. It samples with ``generate`` in this process: its faster samplers need a
-GPU.
+function, LoRA adapter (rank 8 on every linear layer, alpha 32) and learning rate. One
+layer differs: ours also trains the output layer, where TRL refuses an adapter.
+Afterwards each answers the same held-out tasks greedily. TRL gets the settings nearest
+to ours: advantages divided by the group's spread, the token-summed loss up to a
+constant (``dr_grpo``), no KL, one update a batch, all 64 rollouts in one batch, Adam
+with our betas, a constant rate, no clipping of the gradient. It also gets what makes it
+fast here: float32 without autocast, no gradient checkpointing, no saving, no log but
+one line a step. It samples with ``generate`` in this process: its faster samplers need
+a GPU.
 
 What is timed is the training call alone, without loading and evaluation. Ours then
 includes SDK, HTTP, HUD, metrics, rollouts on disk and six checkpoints.
@@ -194,7 +195,12 @@ def make_trainer(work: Work, seed: int, reward: Any, folder: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         place, dtype=torch.float32, attn_implementation="sdpa", **options
     )
-    layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    layers = [
+        name
+        for name, module in model.named_modules()
+        # TRL refuses an adapter on the output layer.
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
+    ]
     served = [work.pool.tasks_for_step(step).tasks for step in range(work.config.steps)]
     rows = [
         {"prompt": message(task), "product": task.args["a"] * task.args["b"]}

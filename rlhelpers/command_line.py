@@ -317,6 +317,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps between checkpoints to resume from (default: 5)",
     )
+    group.add_argument(
+        "--kl-every",
+        type=int,
+        metavar="N",
+        help="steps between measurements of the KL to the base model; 0 is never "
+        "(default: 5 locally; never on fireworks, where its tokens are paid for)",
+    )
     _add_held_out(group)
     group.add_argument(
         "--eval-before",

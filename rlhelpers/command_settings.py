@@ -41,6 +41,17 @@ RUN_SETTINGS = (
     "group_size",
     "fixed_tasks",
 )
+#: Settings of a notebook's run that its resume.json keeps.
+_TRAINING = (
+    "steps",
+    "tasks_per_step",
+    "group_size",
+    "max_tokens",
+    "learning_rate",
+    "loss_fn",
+    "checkpoint_every",
+    "kl_every",
+)
 _NOT_KEPT = ("run_dir", "debug_samples")
 _OPERANDS = {"MIN_OPERAND": "--min-a, --min-b", "MAX_OPERAND": "--max-a, --max-b"}
 
@@ -81,6 +92,7 @@ class Settings:
     learning_rate: float | None = None
     loss_fn: str | None = None
     checkpoint_every: int | None = None
+    kl_every: int | None = None
     require_update: bool | None = None
     eval_before: bool | None = None
     fixed_tasks: bool | None = None
@@ -144,6 +156,7 @@ class Settings:
             learning_rate=self.learning_rate,
             loss_fn=self.loss_fn,
             checkpoint_every=self.checkpoint_every,
+            kl_every=self.kl_every,
             require_update=self.require_update,
             seed=self.seed,
         )
@@ -250,9 +263,7 @@ def _kept_settings(folder: Path) -> dict[str, Any]:
 
 def _notebook_settings(folder: Path) -> dict[str, Any]:
     state = read_resume_state(folder / "resume.json")
-    names = ("steps", "tasks_per_step", "group_size", "max_tokens", "learning_rate")
-    names = (*names, "loss_fn", "checkpoint_every")
-    kept = {name: state.config[name] for name in names if name in state.config}
+    kept = {name: state.config[name] for name in _TRAINING if name in state.config}
     before = 0
     if (folder / "rollouts.jsonl").is_file():
         before = len(read_rollouts(folder / "rollouts.jsonl", phase="before"))

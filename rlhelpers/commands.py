@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from hud.utils.exceptions import HudException
 
@@ -131,7 +131,14 @@ def draw_tasks(settings: Settings, config: TrainConfig) -> Tasks:
     return Tasks(list(sides[0]), list(sides[1]), None)
 
 
-def _ranges(settings: Settings) -> dict[str, int]:
+class _Ranges(TypedDict):
+    min_a: int
+    max_a: int
+    min_b: int
+    max_b: int
+
+
+def _ranges(settings: Settings) -> _Ranges:
     (min_a, max_a), (min_b, max_b) = settings.operands
     return {"min_a": min_a, "max_a": max_a, "min_b": min_b, "max_b": max_b}
 

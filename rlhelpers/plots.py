@@ -747,14 +747,15 @@ def plot_reward_and_truth(
         for (heading, rows), (above, below) in zip(runs.items(), panels.T, strict=True):
             steps = _steps(rows)
             _truth_panel(above, steps, rows, held_out.get(heading, {}))
-            above.set_title(f"{heading}: {_counts(rows)}")
+            above.set(ylabel="reward; share", title=f"{heading}: {_counts(rows)}")
             lengths = _numbers(rows, "mean_output_tokens")
             below.plot(steps, lengths, color="#555555", **_line_style(steps))
+            below.set_ylabel("mean reply (tokens)")
             for axes in (above, below):
                 _step_axis(axes, steps, start=0)
         lowest = min(row.reward_mean for rows in runs.values() for row in rows)
-        panels[0, 0].set(ylabel="reward; share", ylim=(min(0.0, lowest), 1.02))
-        panels[1, 0].set(ylabel="mean reply (tokens)", ylim=(0, None))
+        panels[0, 0].set_ylim(min(0.0, lowest), 1.02)
+        panels[1, 0].set_ylim(0, None)
         panels[0, 0].legend(loc="lower left")
     return _finished(figure, texts.reward_and_truth_text(runs, held_out))
 

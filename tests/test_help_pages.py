@@ -168,9 +168,15 @@ def spoken() -> list[str]:
 
 
 def strings(tree: ast.AST) -> Iterator[str]:
-    """Texts of a module; ``"a" + x + "b"`` counts as one, as an f-string does."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr | ast.BinOp | ast.Constant):
+    """Texts of a module; ``"a" + x + "b"`` counts as one, as an f-string does.
+
+    Docstrings are left out: they are said to nobody.
+    """
+    nodes = list(ast.walk(tree))
+    silent = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        kinds = ast.JoinedStr | ast.BinOp | ast.Constant
+        if isinstance(node, kinds) and id(node) not in silent:
             yield template(node)
 
 

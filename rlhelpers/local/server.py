@@ -84,7 +84,8 @@ class LocalService:
             access_log=False,
             lifespan="off",
             ws="none",
-            timeout_graceful_shutdown=1,
+            # For the last answers on a busy machine; nothing waits for long by then.
+            timeout_graceful_shutdown=5,
         )
         self._server = uvicorn.Server(config)
         self._engine.start()
