@@ -191,7 +191,7 @@ def shot(request: pytest.FixtureRequest) -> Shot:
             path = Path(folder) / f"{name}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             image = Image.open(io.BytesIO(part.screenshot())).convert("RGB")
-            image.quantize(128).save(path, optimize=True)
+            image.save(path, optimize=True)
 
     return save
 
