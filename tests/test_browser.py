@@ -291,6 +291,8 @@ def recalibrate(page: Any, lab: Lab, shot: Shot) -> None:
             slide(page, panel, operand, "Home", f".noUi-handle-{handle}")
             readout = slider.locator(".widget-readout")
             playwright.expect(readout).to_have_text(re.compile(shown))
+    # A slider sends one message at a time: its last one is still on its way.
+    page.wait_for_timeout(5_000)
     button.click()
     playwright.expect(panel).to_contain_text("ValueError")
 
