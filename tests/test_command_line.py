@@ -425,6 +425,8 @@ def test_a_checkpoint_begins_a_new_run(
 def interrupted(run_dir: Path, runs: Path, *flags: str) -> subprocess.Popen[str]:
     """A training process of its own, interrupted once its first step is on disk."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    # A shell's background job ignores Ctrl-C, and so would its children.
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "rlhelpers", "train"),
@@ -435,6 +437,7 @@ def interrupted(run_dir: Path, runs: Path, *flags: str) -> subprocess.Popen[str]
         stderr=subprocess.PIPE,
         text=True,
     )
+    signal.signal(signal.SIGINT, ours)
     deadline = time.monotonic() + 300
     while not (run_dir / "metrics.jsonl").exists():
         assert process.poll() is None, process.communicate()[1]
