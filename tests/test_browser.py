@@ -217,15 +217,25 @@ def run_all(page: Any, lab: Lab, name: str) -> None:
 
 
 def press_run_all(page: Any, prompts: Any) -> None:
-    """Choose Run All; while a page is settling, JupyterLab can lose the click."""
+    """Choose Run All; a page that is settling can lose the click, or ask something."""
+    asked: list[str] = []
     for _ in range(6):
-        page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
-        page.locator('[data-command="runmenu:run-all"]').click()
+        dialog = page.locator(".jp-Dialog")
+        if dialog.count():  # such as of a connection that is slow at first
+            asked.append(dialog.first.inner_text())
+            page.keyboard.press("Escape")
+        try:
+            menu = page.locator(".lm-MenuBar-itemLabel", has_text="Run").first
+            menu.click(timeout=10_000)
+            page.locator('[data-command="runmenu:run-all"]').click(timeout=10_000)
+        except playwright.TimeoutError:
+            continue
         for _ in range(20):
             page.wait_for_timeout(250)
             if any(text.strip() != "[ ]:" for text in prompts.all_inner_texts()):
                 return
         page.keyboard.press("Escape")
+    pytest.fail(f"Run All was never heard; JupyterLab asked: {asked}")
 
 
 def widget_box(page: Any, button: str) -> Any:
