@@ -115,16 +115,7 @@ def plot_learning_curve(
         figure, axes = _subplots(figsize=(8, 4))
         _reward_band(axes, steps, reward, spread)
         if held_out:
-            axes.plot(
-                list(held_out),
-                list(held_out.values()),
-                "D",
-                color=COLORS["held_out"],
-                markersize=7,
-                label="held-out accuracy, greedy",
-                zorder=5,
-                clip_on=False,
-            )
+            _diamonds(axes, held_out)
         _step_axis(axes, steps, start=min([*(held_out or ()), *steps]))
         axes.set(ylim=_reward_limits(reward), ylabel="mean reward")
         axes.set_title(title or f"Reward over {_counts(metrics)}")
@@ -1055,6 +1046,11 @@ def _truth_panel(
         (shares, COLORS["correct"], "share right"),
     ):
         axes.plot(steps, values, color=color, label=label, **_line_style(steps))
+    _diamonds(axes, held_out)
+
+
+def _diamonds(axes: Axes, held_out: Mapping[int, float]) -> None:
+    """Held-out accuracy by steps taken."""
     axes.plot(
         list(held_out),
         list(held_out.values()),
