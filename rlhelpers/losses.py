@@ -62,11 +62,12 @@ def token_losses(
     ratio, advantage = np.asarray(ratios, float), np.asarray(advantages, float)
     clipped = np.clip(ratio, *clip)
     if name == "importance_sampling":
-        return -ratio * advantage
+        return np.asarray(-ratio * advantage)
     if name == "ppo":
-        return -np.minimum(ratio * advantage, clipped * advantage)
+        return np.asarray(-np.minimum(ratio * advantage, clipped * advantage))
     if name == "cispo":
-        return -clipped * (np.asarray(sampled_logprobs) + np.log(ratio)) * advantage
+        logprobs = np.asarray(sampled_logprobs, float) + np.log(ratio)
+        return np.asarray(-clipped * logprobs * advantage)
     raise _unknown(name)
 
 
@@ -84,13 +85,13 @@ def token_pushes(
     """
     ratio, advantage = np.asarray(ratios, float), np.asarray(advantages, float)
     if name == "importance_sampling":
-        return ratio * advantage
+        return np.asarray(ratio * advantage)
     if name == "ppo":
         # Silent where the ratio has gone far enough the way the advantage pushes.
         far = np.where(advantage > 0, ratio > clip[1], ratio < clip[0])
         return np.where(far, 0.0, ratio * advantage)
     if name == "cispo":
-        return np.clip(ratio, *clip) * advantage
+        return np.asarray(np.clip(ratio, *clip) * advantage)
     raise _unknown(name)
 
 
