@@ -462,7 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             findings = asyncio.run(verify(session))
             used = session.usage_report
             folder = session.new_run_dir("verify")
-    except ServiceRefused as error:
+    except (ServiceRefused, ValueError) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
     _write(folder / "findings.json", preset, findings)

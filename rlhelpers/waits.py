@@ -107,7 +107,7 @@ class Waits:
 
     Args:
         say: Takes a line of text; default: print it.
-        grace: Seconds before a wait is told.
+        grace: Seconds before a wait is told; None means two.
 
     Example:
         >>> waits = Waits()
@@ -118,10 +118,10 @@ class Waits:
     """
 
     def __init__(
-        self, say: Callable[[str], None] = _print, *, grace: float = GRACE_SECONDS
+        self, say: Callable[[str], None] = _print, *, grace: float | None = None
     ) -> None:
         self.say = say
-        self.grace = grace
+        self.grace = GRACE_SECONDS if grace is None else grace
         self._lock = threading.RLock()
         self._operations: set[_Operation] = set()
         self._shows: list[Callable[[str | None], None]] = []

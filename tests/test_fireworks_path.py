@@ -72,7 +72,7 @@ def test_the_banner_precedes_every_request(
     ):
         session.base_sampler()
     kinds = [event.split()[0] for event in events]
-    first = kinds.index("POST")
+    first = next(n for n, kind in enumerate(kinds) if kind != "printed")
     banner = "\n".join(events[:first])
     assert set(kinds[:first]) == {"printed"}
     assert "printed Backend          fireworks" in banner
@@ -83,7 +83,10 @@ def test_the_banner_precedes_every_request(
     assert "Token ceiling    5,000" in banner
     # 10 × 240 at 1, 10 × 16 at 2, 1,020 at 4 dollars a million.
     assert "at most $0.01 for the planned work, $0.02 up to the ceiling" in banner
-    assert "printed" not in kinds[first:]
+    # What was used is said when all is over.
+    last = len(kinds) - kinds[::-1].index("DELETE")
+    assert "printed" not in kinds[first:last]
+    assert "printed tokens    used  planned at most" in events[last:]
 
 
 def test_the_session_ends_also_after_an_error(
@@ -316,9 +319,13 @@ def test_the_banner_shows_no_password_of_an_address() -> None:
 async def test_an_unknown_base_model_is_explained(
     endpoint: LocalService, paid: ModelPreset, tmp_path: Path, events: list[str]
 ) -> None:
-    """S13: a model that was retired."""
+    """S13: a model that was retired, before a session is opened and after."""
     retired = dataclasses.replace(paid, base_model="accounts/fireworks/models/gone")
-    with opened(endpoint, retired, tmp_path) as session:
+    with pytest.raises(ServiceRefused, match="models/gone.*retired"):
+        opened(endpoint, retired, tmp_path)
+    assert events == ["GET /v1/accounts/fireworks/models/gone"]
+    with opened(endpoint, paid, tmp_path) as session:
+        session.preset = retired
         with pytest.raises(ServiceRefused, match="models/gone.*retired"):
             _ = session.training_client
         with pytest.raises(ServiceRefused, match="models/gone.*retired"):

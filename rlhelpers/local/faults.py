@@ -19,7 +19,7 @@ from .answers import error_response
 
 #: What a result that is asked for can be, beside there or not yet.
 PAUSES = ("paused_capacity", "paused_rate_limit")
-# The SDK asks again at once, so that a pause takes at least this long.
+# The SDK asks for a result again at once, so that each refusal takes this long.
 PAUSE_SECONDS = 0.2
 
 _FORM = re.compile(r"(\w+)=(\d{3}|paused_\w+)(?:\*(\d+))?")
@@ -107,11 +107,12 @@ class Faults:
 
 
 async def _answer(fault: Fault, request: Request) -> Response:
+    if fault.endpoint == "retrieve_future":
+        await asyncio.sleep(PAUSE_SECONDS)
     if isinstance(fault.answer, int):
         message = _MESSAGES.get(fault.answer, "refused, as it was told to")
         return error_response(message, fault.answer, "fault")
     body = await request.json()
-    await asyncio.sleep(PAUSE_SECONDS)
     return JSONResponse(
         {
             "type": "try_again",
