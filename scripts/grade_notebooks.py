@@ -5,9 +5,10 @@
     python scripts/grade_notebooks.py submissions/ --stored
 
 Takes every NN_*.ipynb below the folder, runs it, and reads what the checkers print in
-each exercise: passed, wrong, not tried, or failed (with an error, or never reached). This executes the students' code with your rights: use an account or a
-container made for it. --stored runs nothing and reads the outputs as handed in, which
-a student can have changed.
+each exercise: passed, wrong, not tried, or failed (with an error, or never reached).
+This executes the students' code with your rights: use an account or a container made
+for it. --stored runs nothing and reads the outputs as handed in, which a student can
+have changed.
 """
 
 from __future__ import annotations

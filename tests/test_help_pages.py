@@ -21,6 +21,7 @@ PAGES = [
     *sorted((ROOT / "notebooks").glob("*.md")),
     *sorted((ROOT / "rlhelpers").rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
 
 #: The words that code, text and plots share; one word for one thing.

@@ -6,6 +6,7 @@ The local service refuses and pauses as it is told to; the SDK repeats by itself
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -95,6 +96,19 @@ def test_every_refusal_has_its_own_words(
         assert reason is not None
         assert reason.startswith(said)
         assert reason.endswith(f"({status})")
+
+
+def test_the_page_says_what_is_said() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "fireworks.md").read_text()
+    table = page.partition("<!-- waits -->")[2].partition("<!-- /waits -->")[0]
+    rows = re.findall(r"^\| ([\d, ]+) \| (.+?) \| (.+?) \| .+ \|$", table, re.M)
+    assert len(rows) == 8
+    for statuses, endpoints, said in rows:
+        for status in map(int, statuses.split(",")):
+            for endpoint in re.findall(r"`(\w+)`", endpoints):
+                assert reason_of(status, endpoint) == f"{said} ({status})"
+    for said in (module._CAPACITY, module._TOO_MANY_CLIENTS, module._UNREACHABLE):
+        assert f"`{said}`" in " ".join(page.split())
 
 
 # -- through the service ----------------------------------------------------------
