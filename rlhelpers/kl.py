@@ -76,7 +76,7 @@ async def measure_kl(session: TrainingSession, runs: Sequence[Any]) -> float:
         for sample in samples
     ]
     client = await asyncio.to_thread(session.reference)
-    with session.waits.operation("the base model's forward pass"):
+    with session.waits.operation("the base model's pass", polls=True):
         future = await client.forward_async(datums, "cross_entropy")
         output = await future.result_async()
     policy: list[float] = []

@@ -198,7 +198,8 @@ class TrainingSession:
         the account's run quota.
         """
         if self._training_client is None:
-            with self.waits.operation("a training run"), explained(self.preset):
+            waiting = self.waits.operation("a training run", polls=True)
+            with waiting, explained(self.preset):
                 client = self.service_client.create_lora_training_client(
                     base_model=self.preset.base_model,
                     rank=self.preset.lora_rank,
@@ -216,7 +217,8 @@ class TrainingSession:
             ServiceRefused: The service offers no such client.
         """
         if self._reference is None:
-            with self.waits.operation("the base model"), explained(self.preset):
+            waiting = self.waits.operation("the base model", polls=True)
+            with waiting, explained(self.preset):
                 client = self.service_client.create_base_training_client(
                     self.preset.base_model
                 )
@@ -288,7 +290,7 @@ class TrainingSession:
         if not keep_earlier:
             self._close_samplers()
         client = self.training_client
-        with self.waits.operation("a snapshot"):
+        with self.waits.operation("a snapshot", polls=True):
             saved = client.save_weights_for_sampler(self._unused(name))
             path = saved.result().path
         self._snapshots.add(path)
@@ -351,7 +353,7 @@ class TrainingSession:
         """
         check_label(name)
         client = self.training_client
-        with self.waits.operation("a checkpoint"):
+        with self.waits.operation("a checkpoint", polls=True):
             saved = client.save_state(self._unused(name)).result()
         return cast("str", saved.path)
 
@@ -383,7 +385,8 @@ class TrainingSession:
             if with_optimizer
             else service.create_training_client_from_state
         )
-        with self.waits.operation("the checkpoint"), explained(self.preset):
+        resumed = self.waits.operation("the checkpoint", polls=True)
+        with resumed, explained(self.preset):
             client = create(reference.path)
         self._training_client = _counted(client, self.usage)
 

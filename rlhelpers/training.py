@@ -301,7 +301,7 @@ async def _update(
 ) -> ForwardBackwardOutput:
     """One forward_backward and one optim_step, sent back to back."""
     client = session.training_client
-    with session.waits.operation("the update"):
+    with session.waits.operation("the update", polls=True):
         backward = await client.forward_backward_async(
             datums, config.loss_fn, config.loss_fn_config
         )

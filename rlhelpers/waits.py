@@ -28,6 +28,8 @@ REPEAT_SECONDS = 60.0
 _TICK_SECONDS = 0.25
 # The SDK tells of a paused queue once a minute, and never that it is over.
 _PAUSE_SECONDS = 65.0
+# Results are asked for anew at least every 45 seconds; a lost connection is not told.
+_SILENCE_SECONDS = 100.0
 
 _BALANCE = (
     "the account's balance does not cover it; top it up and this goes on (the SDK "
@@ -42,6 +44,7 @@ _CAPACITY = "the service is short of capacity; the request is queued"
 _TOO_MANY_CLIENTS = "the account trains too much at once; the request is queued"
 _UNREACHABLE = "the service cannot be reached; the SDK asks again"
 _BROKEN = "the answer broke off; the SDK asks again"
+_SILENT = "the service does not answer any more; the SDK asks again"
 
 # Requests that open something, which a full quota refuses.
 _OPENING = ("create_session", "create_model", "create_sampling_route")
@@ -85,6 +88,8 @@ class _Operation:
 
     what: str
     waits: Waits
+    polls: bool  # whether an answer is due every now and then
+    heard: float = field(default_factory=time.monotonic)
     reason: str | None = None
     since: float = 0.0
     until: float | None = None  # when a reason ends that nobody takes back
@@ -126,17 +131,25 @@ class Waits:
         self._operations: set[_Operation] = set()
         self._shows: list[Callable[[str | None], None]] = []
         self._ticker: threading.Thread | None = None
-        self._began = 0.0
-        self._told: float | None = None  # when the present wait was last told
+        self._began: float | None = None  # of the present wait
+        self._told: float | None = None  # when it was last told
         self._gave_up = False
 
     @contextlib.contextmanager
-    def operation(self, what: str) -> Iterator[None]:
-        """Everything sent inside belongs to ``what``, until its results are there."""
-        operation = _Operation(what, self)
+    def operation(self, what: str, *, polls: bool = False) -> Iterator[None]:
+        """Everything sent inside belongs to ``what``, until its results are there.
+
+        Args:
+            what: What is waited for, as the lines name it.
+            polls: Whether the SDK asks for the result again and again, so that
+                silence means a lost connection.
+        """
+        operation = _Operation(what, self, polls)
         token = _OPERATION.set(operation)
         with self._lock:
             self._operations.add(operation)
+            if polls:
+                self._start_ticker()
         failed = True
         try:
             yield
@@ -165,27 +178,28 @@ class Waits:
         with self._lock:
             if not operation.open:
                 return
-            if reason is None:
-                if operation.until is None:
-                    operation.reason = None
-                return
-            now = time.monotonic()
-            if operation.reason is None:
-                operation.since = now
-            operation.reason = reason
-            operation.until = now + lasts if lasts else None
-            if self._ticker is None:
-                self._began, self._told, self._gave_up = now, None, False
-                self._ticker = threading.Thread(
-                    target=self._tick, name="rlhelpers-waits", daemon=True
-                )
-                self._ticker.start()
+            now = operation.heard = time.monotonic()
+            if reason is not None:
+                self._wait(operation, reason, now)
+                operation.until = now + lasts if lasts else None
+                self._start_ticker()
+            elif operation.until is None:
+                operation.reason = None
+
+    def _wait(self, operation: _Operation, reason: str, now: float) -> None:
+        if operation.reason is None:
+            operation.since = now
+        operation.reason = reason
+        if self._began is None:
+            self._began, self._told, self._gave_up = now, None, False
 
     def _waiting(self) -> list[_Operation]:
         now = time.monotonic()
         for operation in self._operations:
             if operation.until is not None and operation.until <= now:
                 operation.reason = operation.until = None
+            if operation.polls and now - operation.heard > _SILENCE_SECONDS:
+                self._wait(operation, _SILENT, now)
         found = [operation for operation in self._operations if operation.reason]
         return sorted(found, key=lambda operation: operation.since)
 
@@ -212,30 +226,46 @@ class Waits:
             f"{first.reason}"
         )
 
+    def _start_ticker(self) -> None:
+        if self._ticker is None:
+            self._ticker = threading.Thread(
+                target=self._tick, name="rlhelpers-waits", daemon=True
+            )
+            self._ticker.start()
+
     def _tick(self) -> None:
-        """Tell of a wait until there is none; runs in a thread of its own."""
-        while True:
+        """Tell of waits while there can be one; runs in a thread of its own."""
+        going = True
+        while going:
             time.sleep(_TICK_SECONDS)
             with self._lock:
-                text, now = self.describe(), time.monotonic()
-                shows = list(self._shows)
-                told, over = self._told, text is None
-                if over:
+                text = self.describe()
+                line, show = self._news(text)
+                shows = list(self._shows) if show else []
+                going = text is not None or any(o.polls for o in self._operations)
+                if not going:
                     self._ticker = None
-                elif now - self._began >= self.grace and (
-                    told is None or now - told >= REPEAT_SECONDS
-                ):
-                    self._told = now
-                lines = [text] if self._told != told else []
-                if over and told is not None and not self._gave_up:
-                    lines = [f"going on after {now - self._began:.0f} s"]
-            for line in filter(None, lines):
+            if line:
                 self.say(line)
-            if over or self._told is not None:
-                for show in shows:
-                    show(text)
-            if over:
-                return
+            for put in shows:
+                put(text)
+
+    def _news(self, text: str | None) -> tuple[str | None, bool]:
+        """The line to tell now, if any, and whether to show the present state."""
+        now = time.monotonic()
+        if self._began is None:
+            return None, False
+        if text is None:
+            told, lasted = self._told, now - self._began
+            self._began = self._told = None
+            goes_on = told is not None and not self._gave_up
+            return (f"going on after {lasted:.0f} s" if goes_on else None), True
+        if now - self._began < self.grace:
+            return None, False
+        if self._told is None or now - self._told >= REPEAT_SECONDS:
+            self._told = now
+            return text, True
+        return None, True
 
 
 # -- listening --------------------------------------------------------------------

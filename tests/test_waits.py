@@ -107,7 +107,12 @@ def test_the_page_says_what_is_said() -> None:
         for status in map(int, statuses.split(",")):
             for endpoint in re.findall(r"`(\w+)`", endpoints):
                 assert reason_of(status, endpoint) == f"{said} ({status})"
-    for said in (module._CAPACITY, module._TOO_MANY_CLIENTS, module._UNREACHABLE):
+    for said in (
+        module._CAPACITY,
+        module._TOO_MANY_CLIENTS,
+        module._UNREACHABLE,
+        module._SILENT,
+    ):
         assert f"`{said}`" in " ".join(page.split())
 
 
@@ -318,6 +323,25 @@ def test_an_answer_that_comes_after_the_end_starts_no_wait() -> None:
     assert operation is not None
     waits.note(operation, "busy (429)")
     assert waits.describe() is None
+
+
+def test_a_service_that_falls_silent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost connection, which the SDK repeats without end and without a word."""
+    monkeypatch.setattr(module, "_SILENCE_SECONDS", 0.2)
+    told: list[str] = []
+    waits = Waits(told.append, grace=0.0)
+    with waits.operation("sampling"):  # may take as long as it likes
+        time.sleep(0.5)
+    assert told == []
+    with waits.operation("the update", polls=True):
+        time.sleep(0.5)
+        assert "for the update: the service does not answer any more" in told[0]
+        operation = module._OPERATION.get()
+        assert operation is not None
+        waits.note(operation, None)
+        assert waits.describe() is None
+    until_over(waits)
+    assert told[-1].startswith("going on after ")
 
 
 def test_a_pause_that_nobody_takes_back_ends_by_itself() -> None:
