@@ -122,7 +122,8 @@ def _reply_end(preset: ModelPreset, tokenizer: PreTrainedTokenizerBase) -> str |
     asked = len(_rendered(preset, tokenizer, [turn]))
     answered = _rendered(preset, tokenizer, [turn, reply])[asked:]
     if not set(answered) & set(end_token_ids(tokenizer)):
-        markers = [tokenizer.decode([token]) for token in end_token_ids(tokenizer)]
+        ends = end_token_ids(tokenizer)
+        markers = [str(tokenizer.decode([token])) for token in ends]
         return (
             f"its chat template ends a reply with none of {', '.join(markers)}, so a "
             "reply would only end at the token limit; use the instruct model's own"

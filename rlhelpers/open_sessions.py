@@ -78,11 +78,12 @@ class OpenSession:
     def _lives(self) -> bool:
         try:
             # Another process may have got the number since.
-            return abs(psutil.Process(self.process).create_time() - self.started) < 2
+            started = float(psutil.Process(self.process).create_time())
         except psutil.NoSuchProcess:
             return False
         except psutil.AccessDenied:
             return True
+        return abs(started - self.started) < 2
 
     def __str__(self) -> str:
         owner = f"process {self.process} on {self.machine}"
