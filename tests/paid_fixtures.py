@@ -9,31 +9,12 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hud.eval.runtime import LocalRuntime
-from noise_policy import env
+from paid_helpers import KEY, QWEN, Noted
 
 from rlhelpers.local import LocalService, server
-from rlhelpers.models import PRESETS, TINY_POLICY_FOLDER, ModelPreset
-from rlhelpers.service import TrainingSession, connect
-
-KEY = "fw_secret_0123456789"
-QWEN = PRESETS["qwen3p8-27b"]
-COMPLETIONS = "POST /training/v1/serverless/inference/v1/completions"
-
-
-class Noted:
-    """The service's application, with a note of every request."""
-
-    def __init__(self, app: Any, events: list[str]) -> None:
-        self._app, self._events = app, events
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            self._events.append(f"{scope['method']} {scope['path']}")
-        await self._app(scope, receive, send)
+from rlhelpers.models import TINY_POLICY_FOLDER, ModelPreset
 
 
 @pytest.fixture
@@ -97,20 +78,3 @@ def account(
     monkeypatch.setenv("FIREWORKS_API_KEY", KEY)
     monkeypatch.setenv("FIREWORKS_BASE_URL", endpoint.base_url)
     return tmp_path
-
-
-def opened(
-    endpoint: LocalService, paid: ModelPreset, tmp_path: Path, **how: Any
-) -> TrainingSession:
-    return connect(
-        "fireworks",
-        paid,
-        base_url=endpoint.base_url,
-        runs_dir=tmp_path / "runs",
-        task_runtime=LocalRuntime(env),
-        **{"api_key": KEY, "quiet": True, **how},
-    )
-
-
-def count(events: list[str], ending: str) -> int:
-    return sum(event.endswith(ending) for event in events)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from noise_policy import CHAT_TEMPLATE, build_tokenizer
-from paid_fixtures import opened
+from paid_helpers import opened
 
 from rlhelpers.agreement import Disagreement, check_agreement
 from rlhelpers.local import LocalService

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from paid_fixtures import COMPLETIONS, KEY, QWEN, count
+from paid_helpers import COMPLETIONS, KEY, QWEN, count
 
 from rlhelpers.command_line import _parser, main
 from rlhelpers.local import LocalService

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from paid_fixtures import KEY, opened
+from paid_helpers import KEY, opened
 
 from rlhelpers.local import LocalService
 from rlhelpers.models import ModelPreset

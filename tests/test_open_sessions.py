@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from paid_fixtures import KEY, QWEN, opened
+from paid_helpers import KEY, QWEN, opened
 
 from rlhelpers.command_line import main
 from rlhelpers.local import LocalService

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from noise_policy import plain
-from paid_fixtures import opened
+from paid_helpers import opened
 
 from rlhelpers.evaluation import evaluate
 from rlhelpers.local import LocalService

@@ -11,7 +11,7 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
-from paid_fixtures import COMPLETIONS, KEY, QWEN, count, opened
+from paid_helpers import COMPLETIONS, KEY, QWEN, count, opened
 
 from rlhelpers import verification
 from rlhelpers.local import LocalService, losses
@@ -133,7 +133,7 @@ QWEN_STAND_IN = dataclasses.replace(QWEN, tokenizer=TINY_POLICY_FOLDER)
 async def found(
     endpoint: LocalService, folder: Path, **how: Any
 ) -> dict[str, verification.Finding]:
-    with opened(endpoint, QWEN_STAND_IN, folder, task_runtime=None, **how) as session:
+    with opened(endpoint, QWEN_STAND_IN, folder, **how) as session:
         findings = await verification.verify(session)
     return {finding.name: finding for finding in findings}
 

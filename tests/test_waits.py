@@ -16,7 +16,7 @@ import pytest
 from fireworks.training.sdk import AdamParams
 from fireworks.training.sdk._core import _base_client
 from fireworks.training.sdk.sampling import DeploymentSampler
-from paid_fixtures import opened
+from paid_helpers import opened
 
 from rlhelpers import waits as module
 from rlhelpers.datums import RolloutFailed, make_datum
