@@ -91,7 +91,7 @@ def test_the_limit_stops_a_command_and_says_how_to_go_on(
     assert "Token ceiling    1,500" in out
     assert "would stop there" in out
     assert err.startswith("stopped: ")
-    assert "--token-limit=1,500" in err
+    assert "over token_limit=1,500" in err
     assert "python -m rlhelpers train --resume-from" in err
     (run_dir,) = (account / "runs").glob("full-run-*")
     records = read_rollouts(run_dir / "rollouts.jsonl")
