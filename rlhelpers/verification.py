@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from rlhelpers.service import TrainingSession
     from rlhelpers.usage import PlannedWork
 
-A, B = 12, 34
+A, B = 47, 36
 REPLY_TOKENS = 64
 GROUP = 4
 #: Completions, and datums that are trained on or read by a forward pass.

@@ -3,7 +3,7 @@
 The SDK repeats refused requests by itself, for minutes or without end, and mostly says
 nothing. Here every refusal is noted as it arrives: from httpx's log record of each
 answer, and from the SDK's own record of a paused queue. A wait is told when it lasts,
-once a minute after that, and when it is over. Nothing is decided here: whether to ask
+when its reason changes, once a minute after that, and when it is over. Nothing is decided here: whether to ask
 again is the SDK's business, and what it gives up on is explained in
 :mod:`rlhelpers.refusals`.
 """
@@ -25,6 +25,8 @@ from tqdm import tqdm
 #: A wait that is shorter is not worth a line.
 GRACE_SECONDS = 2.0
 REPEAT_SECONDS = 60.0
+#: Another reason is told at once, but no sooner than this after the last line.
+CHANGE_SECONDS = 5.0
 _TICK_SECONDS = 0.25
 # The SDK tells of a paused queue once a minute, and never that it is over.
 _PAUSE_SECONDS = 65.0
@@ -133,6 +135,7 @@ class Waits:
         self._ticker: threading.Thread | None = None
         self._began: float | None = None  # of the present wait
         self._told: float | None = None  # when it was last told
+        self._told_of: tuple[str, str | None] | None = None  # what was told then
         self._gave_up = False
 
     @contextlib.contextmanager
@@ -257,15 +260,17 @@ class Waits:
             return None, False
         if text is None:
             told, lasted = self._told, now - self._began
-            self._began = self._told = None
+            self._began = self._told = self._told_of = None
             goes_on = told is not None and not self._gave_up
             return (f"going on after {lasted:.0f} s" if goes_on else None), True
-        if now - self._began < self.grace:
-            return None, False
-        if self._told is None or now - self._told >= REPEAT_SECONDS:
-            self._told = now
+        first = self._waiting()[0]
+        of = (first.what, first.reason)
+        pause = REPEAT_SECONDS if of == self._told_of else CHANGE_SECONDS
+        due = self._told is None or now - self._told >= pause
+        if due and now - first.since >= self.grace:
+            self._told, self._told_of = now, of
             return text, True
-        return None, True
+        return None, self._told is not None
 
 
 # -- listening --------------------------------------------------------------------

@@ -303,6 +303,31 @@ def test_one_line_for_many_requests_and_the_bar_in_between() -> None:
     assert waits.describe() is None
 
 
+def test_another_reason_is_told_when_it_takes_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "CHANGE_SECONDS", 0.0)
+    told: list[str] = []
+    waits = Waits(told.append, grace=0.0)
+
+    def until(count: int) -> None:
+        for _ in range(100):
+            if len(told) == count:
+                return
+            time.sleep(0.05)
+        pytest.fail(str(told))
+
+    with waits.operation("sampling"):
+        operation = module._OPERATION.get()
+        assert operation is not None
+        for number, reason in enumerate(("busy (429)", "broken (503)"), start=1):
+            waits.note(operation, reason)
+            until(number)
+            assert told[-1].endswith(f"for sampling: {reason}")
+        waits.note(operation, None)
+    until(3)
+
+
 def test_a_short_wait_is_not_worth_a_line() -> None:
     told: list[str] = []
     waits = Waits(told.append, grace=60.0)
