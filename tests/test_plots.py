@@ -244,6 +244,30 @@ def test_changes_are_coloured_by_the_way_they_were_pushed() -> None:
     assert [float(np.ravel(x)[0]) for x in means] == pytest.approx([0.2, -0.2])
 
 
+def test_rollouts_pushed_up_stand_above_those_pushed_down() -> None:
+    figure = plots.plot_logprob_changes(
+        [[-0.2], [0.1], [0.4]], [-1.5, 0.5, 1.0], ["down", "up", "most"]
+    )
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "most",
+        "up",
+        "down",
+    ]
+    assert axes.yaxis_inverted()  # the first row is on top
+    dots = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [float(line.get_xdata()[0]) for line in dots] == [0.4, 0.1, -0.2]
+
+
+def test_a_datum_frames_the_tokens_that_the_policy_was_unsure_of() -> None:
+    # e^-0.2 is 82 %, e^-0.1 is 90.5 %; what is masked was never sampled
+    figure = plots.plot_datum(
+        ["a", "b", "c", "d"], [0, 1.5, 1.5, -1.5], [0, -0.2, -0.1, -2.0]
+    )
+    boxes = [patch for patch in figure.axes[0].patches if not patch.get_fill()]
+    assert [int(box.get_x()) for box in boxes] == [1, 3]
+
+
 def test_transition_cells_show_the_counts() -> None:
     moved = {
         ("correct", "correct"): 9,
