@@ -532,11 +532,11 @@ def plot_who_does_what(*, backend: str = "local") -> Figure:
     boxes = (
         (
             "HUD",
-            "defines tasks and graders\nruns the rollouts\nreturns rewards, traces",
+            "defines tasks and graders\nruns the rollouts\nreturns rewards",
         ),
         (
             "this course",
-            "renders prompts, samples\nturns rewards into\nadvantages, datums",
+            "renders prompts,\nturns rewards into\nadvantages and datums",
         ),
         (
             service,
