@@ -399,12 +399,15 @@ def plot_group_signal(group_sizes: Sequence[int] = (4, 8, 16)) -> Figure:
 
 def plot_range_heatmap(
     cells: Mapping[tuple[tuple[int, int], tuple[int, int]], GroupSummary],
+    *,
+    framed: tuple[int, int] | None = None,
 ) -> Figure:
     """Mean reward and within-group spread over ranges of both operands.
 
     Args:
         cells: (range of a, range of b) → summary, as
             :func:`~rlhelpers.calibration.summarize_by_range` returns it.
+        framed: Draw a frame around the cells whose operands both lie in this range.
     """
     rows = sorted({a for a, _ in cells})
     columns = sorted({b for _, b in cells})
@@ -428,6 +431,8 @@ def plot_range_heatmap(
             )
             _heatmap(figure, panel, values, label=label, top=top)
             panel.set_title(f"{title} ({counts} groups per cell)")
+            if framed is not None:
+                _frame(panel, _indices(rows, framed), _indices(columns, framed))
             panel.set_xticks(range(len(columns)), [f"{lo}–{hi}" for lo, hi in columns])
             panel.set_yticks(range(len(rows)), [f"{lo}–{hi}" for lo, hi in rows])
             panel.set(xlabel="second operand b", ylabel="first operand a")
@@ -935,6 +940,21 @@ def _heatmap(
     figure.colorbar(image, ax=axes, label=label, shrink=0.9)
 
 
+def _indices(bands: Sequence[tuple[int, int]], within: tuple[int, int]) -> list[int]:
+    least, most = within
+    return [i for i, (lo, hi) in enumerate(bands) if least <= lo and hi <= most]
+
+
+def _frame(axes: Axes, rows: Sequence[int], columns: Sequence[int]) -> None:
+    """Frame a block of a heat map's cells, so that it shows on dark and on bright."""
+    if not rows or not columns:
+        return
+    corner = (columns[0] - 0.5, rows[0] - 0.5)
+    for color, width in (("white", 4.5), ("black", 2.0)):
+        size = (len(columns), len(rows))
+        axes.add_patch(Rectangle(corner, *size, fill=False, ec=color, lw=width))
+
+
 def _token_box(
     axes: Axes, column: int, row: int, token: str, advantage: float, logprob: float
 ) -> None:
@@ -945,8 +965,8 @@ def _token_box(
         Rectangle((column + 0.03, row + 0.04), 0.94, 0.5, color=_pale(color), lw=0)
     )
     if advantage and logprob < UNSURE:
-        frame = {"fill": False, "edgecolor": "black", "lw": 1.8}
-        axes.add_patch(Rectangle((column + 0.05, row + 0.06), 0.9, 0.46, **frame))
+        corner = (column + 0.05, row + 0.06)
+        axes.add_patch(Rectangle(corner, 0.9, 0.46, fill=False, ec="black", lw=1.8))
     shown = token.replace("\n", "⏎").replace(" ", "␣")
     size = 9 if len(shown) <= 8 else 6.5
     centre = column + 0.5

@@ -212,6 +212,16 @@ def test_the_heat_map_writes_each_cell_and_leaves_gaps() -> None:
     assert "3 groups per cell" in figure.axes[0].get_title()
 
 
+def test_the_heat_map_frames_the_cells_of_a_range() -> None:
+    bands = ((1, 9), (10, 49), (50, 99), (100, 299))
+    cells = {(a, b): GroupSummary(3, 1, 0.5, 0.2) for a in bands for b in bands}
+    for panel in plots.plot_range_heatmap(cells, framed=(10, 99)).axes[:2]:
+        frames = [patch for patch in panel.patches if not patch.get_fill()]
+        assert {box.get_bbox().bounds for box in frames} == {(0.5, 0.5, 2.0, 2.0)}
+    for panel in plots.plot_range_heatmap(cells, framed=(20, 30)).axes[:2]:
+        assert not panel.patches  # no cell lies in it
+
+
 def test_the_signal_is_largest_at_one_half() -> None:
     left, right = plots.plot_group_signal((2, 4)).axes
     line = left.lines[0].get_xydata()
