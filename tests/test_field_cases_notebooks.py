@@ -270,6 +270,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_n08_n17_n18_the_course_runs_with_nothing(
     path: Path, bare: Path, tmp_path: Path
 ) -> None:
+    """With other parameters than its own, whose effect is checked as well."""
     changed, check = CHANGED[path.stem]
     if "RUNS_DIR" in parameters_of(read(path)):
         changed = {**changed, "RUNS_DIR": str(tmp_path / "runs")}
