@@ -19,6 +19,9 @@ STAMP := .venv/.set-up
 FITS := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
+# One process for each core, but no more than four: each may need 2 GB.
+SHARED := -n logical --maxprocesses 4
+
 lab: setup
 	$(BIN)/python -m jupyterlab notebooks
 
@@ -26,8 +29,7 @@ test: setup
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest -q --nbval-lax notebooks
+	$(BIN)/python -m pytest $(SHARED) tests --nbval-lax notebooks
 
 run: setup
 	$(BIN)/python scripts/run_course.py $(ARGS)
