@@ -3,9 +3,9 @@
 The SDK repeats refused requests by itself, for minutes or without end, and mostly says
 nothing. Here every refusal is noted as it arrives: from httpx's log record of each
 answer, and from the SDK's own record of a paused queue. A wait is told when it lasts,
-when its reason changes, once a minute after that, and when it is over. Nothing is decided here: whether to ask
-again is the SDK's business, and what it gives up on is explained in
-:mod:`rlhelpers.refusals`.
+when its reason changes, once a minute after that, and when it is over. Nothing is
+decided here: whether to ask again is the SDK's business, and what it gives up on is
+explained in :mod:`rlhelpers.refusals`.
 """
 
 from __future__ import annotations
