@@ -1,5 +1,6 @@
 # lab   set up if needed, then JupyterLab on the course
-# test  set up if needed, then the checks and all tests
+# test  set up if needed, then the checks and all tests, in a process for each core
+#       (SHARED= for a single one)
 # run   set up if needed, then the whole course headless into runs/notebooks/
 #       (ARGS="-p NAME VALUE" sets a notebook parameter, ARGS="--solutions" runs the
 #       exercises' solutions as well)
@@ -20,7 +21,7 @@ STAMP := .venv/.set-up
 FITS := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-# One process for each core, but no more than four: each may need 2 GB.
+# No more than four processes, for the memory that each needs.
 SHARED := -n logical --maxprocesses 4
 
 lab: setup
