@@ -371,9 +371,9 @@ def test_rewards_before_and_after_are_two_histograms(
     def side(*rewards: float) -> list[Any]:
         return [record(f"t{i}", reward=r, outcome=None) for i, r in enumerate(rewards)]
 
-    figure = plots.plot_rewards(side(0.0, 0.0, 0.52), side(0.9, 0.93, 1.0))
+    figure = plots.plot_rewards(side(0.0, 0.0, 0.52), side(0.91, 0.93, 1.0))
     heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
-    # Bins of 0.05: 0.52 lies in the eleventh, 0.9 and 0.93 in the nineteenth.
+    # Bins of 0.05: 0.52 lies in the eleventh, 0.91 and 0.93 in the nineteenth.
     assert [heights[0][0], heights[0][10], sum(heights[0])] == [2, 1, 3]
     assert [heights[1][18], heights[1][19], sum(heights[1])] == [2, 1, 3]
 
