@@ -843,10 +843,12 @@ def fair(answer: str, exact: int) -> float:
 def test_a_fair_grader_of_estimates(capsys: Capture) -> None:
     assert check_estimate_grader(fair)
     assert capsys.readouterr().out.count("✓") == 5
+    assert check_estimate_grader(with_a_quotient)
 
 
 def by_difference(answer: str, exact: int) -> float:
-    return max(0.0, 1 - abs(int(answer) - exact) / exact) if answer.isdigit() else 0.0
+    short = answer.isdigit() and len(answer) < 12
+    return max(0.0, 1 - abs(int(answer) - exact) / exact) if short else 0.0
 
 
 def with_a_quotient(answer: str, exact: int) -> float:
@@ -865,7 +867,7 @@ def all_or_nothing(answer: str, exact: int) -> float:
     [
         (by_difference, "half of it earns 0.5 and twice 0"),
         (lambda answer, exact: 1 - abs(int(answer) - exact) / exact, "raises ValueErr"),
-        (lambda answer, exact: float(answer.isdigit()) * float(answer or 0), "raises"),
+        (lambda answer, exact: fair(answer, exact) + 0 * float(answer or 0), "raises"),
         (all_or_nothing, "a policy could not tell which way to go"),
         (lambda answer, exact: fair(answer.split()[-1], exact), "raises IndexError"),
         (lambda answer, exact: fair("0" + answer[-9:], exact), "is no plain number"),
