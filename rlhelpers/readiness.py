@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,12 +229,13 @@ async def grade_replies(
         One result a pair, in the same order. A task that does not start or a grader
         that fails is a result with an ``error``, not an exception.
     """
+    job_id = uuid.uuid4().hex
     width = _AT_ONCE_HOSTED if isinstance(runtime, HUDRuntime) else _AT_ONCE
     async with Shared(runtime, width=width) as shared:
 
         async def grade(task: Task, reply: str) -> GradedReply:
             agent = _Scripted(reply)
-            run = await rollout(task, agent, runtime=shared)
+            run = await rollout(task, agent, runtime=shared, job_id=job_id)
             reward, error = _reward(run)
             return GradedReply(
                 task.slug, reply, agent.turns, agent.tools, reward, error
