@@ -185,7 +185,6 @@ async def test_a_prompt_over_the_context_is_named(tmp_path: Path) -> None:
         ("len(answer) / 0", "no reward for '' to say-"),
         ("float('nan')", "no reward for '' to say-"),
         ("1.0 / len(answer)", "division by zero"),
-        (f"(seen.append(1), {REWARD})[1] if len(seen) < 8 else 0.0", "0 for"),
     ],
 )
 async def test_a_grader_that_is_not_as_labelled(

@@ -12,7 +12,7 @@ from typing import Any
 from hud.environment import Environment
 from hud.graders import EvaluationResult
 
-PROMPT = "Compute {pieces} * {price}, about. Write only the integer."
+PROMPT = "Estimate {pieces} * {price}. Write only the final integer on the last line."
 
 env = Environment("estimates")
 
