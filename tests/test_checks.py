@@ -858,6 +858,13 @@ def with_a_quotient(answer: str, exact: int) -> float:
     return 2 - high / low if 2 * low > high else 0.0
 
 
+def lopsided(answer: str, exact: int) -> float:
+    """A quotient below, a difference above: 1 − 423/1692 = 0.75 for 2115."""
+    if not fair(answer, exact) or int(answer) <= exact:
+        return fair(answer, exact)
+    return 1 - (int(answer) - exact) / exact
+
+
 def all_or_nothing(answer: str, exact: int) -> float:
     return float(fair(answer, exact) > 0.8) if answer != str(exact) else 1.0
 
@@ -865,14 +872,15 @@ def all_or_nothing(answer: str, exact: int) -> float:
 @pytest.mark.parametrize(
     ("grader", "said"),
     [
-        (by_difference, "half of it earns 0.5 and twice 0"),
+        (by_difference, "'10' is farther off than a factor of 2 and earns"),
         (lambda answer, exact: 1 - abs(int(answer) - exact) / exact, "raises ValueErr"),
         (lambda answer, exact: fair(answer, exact) + 0 * float(answer or 0), "raises"),
         (all_or_nothing, "a policy could not tell which way to go"),
         (lambda answer, exact: fair(answer.split()[-1], exact), "raises IndexError"),
-        (lambda answer, exact: fair("0" + answer[-9:], exact), "is no plain number"),
+        (lambda answer, exact: fair(answer[-4:], exact), "is no plain number and"),
+        (lopsided, "half of it earns 0 and twice 0; four fifths\n  0.599 and five"),
         (lambda answer, exact: 0.9 * fair(answer, exact), "the exact 1692 earns 0.9"),
-        (lambda answer, exact: fair(answer, exact) or None, "no\n  finite number"),
+        (lambda answer, exact: fair(answer, exact) or None, "returns None, no finite"),
         (lambda answer, exact: fair(answer, exact) if answer != "0" else 0.9, "facto"),
     ],
 )
