@@ -5,6 +5,7 @@
     python -m rlhelpers train --steps 10
     python -m rlhelpers evaluate --resume-from runs/full-run-…
     python -m rlhelpers diagnose runs/full-run-…
+    python -m rlhelpers sessions --release
 
 Exit codes: 0 done; 1 stopped half way, or ``check`` or ``diagnose`` found something;
 2 refused before anything was sent, with the value and the remedy; 130 interrupted.
@@ -31,6 +32,7 @@ from rlhelpers.commands import (
     diagnose_command,
     evaluate_command,
     plain_text,
+    sessions_command,
     train_command,
 )
 from rlhelpers.models import BACKENDS, PRESETS
@@ -90,6 +92,9 @@ def _complain(message: str) -> None:
 def _dispatch(command: str, given: dict[str, Any]) -> int:
     if command == "diagnose":
         return int(diagnose_command(given["run"]))
+    if command == "sessions":
+        sessions_command(given.get("runs_dir", "runs"), given.get("release"))
+        return 0
     samples = given.pop("samples", None)
     settings, folder = read_settings(given)
     changed = changed_settings(given, folder) if folder is not None else []
@@ -156,6 +161,21 @@ def _parser() -> argparse.ArgumentParser:
     diagnosing = add("diagnose", "Say what looks wrong in a run, from its files alone.")
     diagnosing.add_argument(
         "run", metavar="RUN", help="the run's folder, finished or not"
+    )
+
+    listing = add(
+        "sessions",
+        "List sessions at Fireworks that were never given back, or end them.",
+    )
+    listing.add_argument(
+        "--runs-dir", metavar="DIR", help="as for train (default: runs)"
+    )
+    listing.add_argument(
+        "--release",
+        nargs="*",
+        metavar="ID",
+        help="end these sessions; without an id those whose process is gone, except "
+        "the ones that were left open on purpose. Their sampler checkpoints go",
     )
     return parser
 

@@ -76,8 +76,9 @@ async def measure_kl(session: TrainingSession, runs: Sequence[Any]) -> float:
         for sample in samples
     ]
     client = await asyncio.to_thread(session.reference)
-    future = await client.forward_async(datums, "cross_entropy")
-    output = await future.result_async()
+    with session.waits.operation("the base model's pass", polls=True):
+        future = await client.forward_async(datums, "cross_entropy")
+        output = await future.result_async()
     policy: list[float] = []
     base: list[float] = []
     for sample, scored in zip(samples, output.loss_fn_outputs, strict=True):

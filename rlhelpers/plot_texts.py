@@ -240,7 +240,7 @@ def datum_text(
 def logprob_changes_text(
     changes: Sequence[Sequence[float]], labels: Sequence[str]
 ) -> str:
-    """Mean and extremes of the changes, rollout by rollout."""
+    """Mean and extremes of the changes, rollout by rollout, in the order drawn."""
     shown = (
         f"{label}: mean {fmean(values):+.3f}, from {min(values):+.2f} to "
         f"{max(values):+.2f}"

@@ -9,6 +9,7 @@ outcome everywhere, and hatching marks the token limit, which overlaps the outco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -51,6 +52,9 @@ COLORS: Mapping[str, str] = {
     "before": "#999999",
     "after": "#0072B2",
 }
+
+#: Below this log-probability a sampled token was no foregone conclusion: 90 %.
+UNSURE = math.log(0.9)
 
 
 class DescribedFigure(Figure):
@@ -377,7 +381,7 @@ def plot_group_signal(group_sizes: Sequence[int] = (4, 8, 16)) -> Figure:
         figure, (left, right) = _subplots(1, 2, figsize=(9, 3.4))
         left.plot(p, np.sqrt(p * (1 - p)), color=COLORS["reward"])
         left.set(title="How much a group's rewards differ", ylim=(0, 0.55))
-        left.set_ylabel("√(p (1 − p))")
+        left.set_ylabel("std. dev. of one reward, √(p (1 − p))")
         for style, size in zip(styles, group_sizes, strict=False):
             right.plot(
                 p,
@@ -397,12 +401,15 @@ def plot_group_signal(group_sizes: Sequence[int] = (4, 8, 16)) -> Figure:
 
 def plot_range_heatmap(
     cells: Mapping[tuple[tuple[int, int], tuple[int, int]], GroupSummary],
+    *,
+    framed: tuple[int, int] | None = None,
 ) -> Figure:
     """Mean reward and within-group spread over ranges of both operands.
 
     Args:
         cells: (range of a, range of b) → summary, as
             :func:`~rlhelpers.calibration.summarize_by_range` returns it.
+        framed: Draw a frame around the cells whose operands both lie in this range.
     """
     rows = sorted({a for a, _ in cells})
     columns = sorted({b for _, b in cells})
@@ -426,6 +433,8 @@ def plot_range_heatmap(
             )
             _heatmap(figure, panel, values, label=label, top=top)
             panel.set_title(f"{title} ({counts} groups per cell)")
+            if framed is not None:
+                _frame(panel, _indices(rows, framed), _indices(columns, framed))
             panel.set_xticks(range(len(columns)), [f"{lo}–{hi}" for lo, hi in columns])
             panel.set_yticks(range(len(rows)), [f"{lo}–{hi}" for lo, hi in rows])
             panel.set(xlabel="second operand b", ylabel="first operand a")
@@ -443,7 +452,8 @@ def plot_datum(
     """A datum, target by target: what is masked, and what is trained how hard.
 
     A masked target (advantage 0, the prompt) is grey; a trained one is green if it is
-    to become more likely and red if less. Under each token stand its advantage and the
+    to become more likely and orange if less, and framed where the policy was unsure
+    (its probability below 90 %). Under each token stand its advantage and the
     log-probability it was sampled with.
 
     Args:
@@ -467,7 +477,8 @@ def plot_datum(
         trained = sum(value != 0 for value in advantages)
         axes.set_title(
             f"{len(tokens)} targets: {len(tokens) - trained} masked (grey), {trained} "
-            "trained; below each: advantage, log-probability"
+            "trained (framed: probability below 90 %);\nbelow each: advantage, "
+            "log-probability"
         )
     return _finished(figure, texts.datum_text(tokens, advantages, logprobs))
 
@@ -480,7 +491,8 @@ def plot_logprob_changes(
     """What one update did to the log-probability of every sampled token.
 
     One row of dots per rollout, one dot per token; the vertical mark is the rollout's
-    mean. Colour tells which way the update pushed it.
+    mean. Rows are sorted by advantage, and colour tells which way the update pushed
+    them: where all went well, the green means lie right of 0 and the orange ones left.
 
     Args:
         changes: Per rollout, the change of each output token's log-probability (nats).
@@ -488,6 +500,10 @@ def plot_logprob_changes(
         labels: Per rollout, its name on the axis.
     """
     count = len(changes)
+    order = sorted(range(count), key=lambda i: -advantages[i])
+    changes = [changes[i] for i in order]
+    advantages = [advantages[i] for i in order]
+    labels = [labels[i] for i in order]
     with _style():
         figure, axes = _subplots(figsize=(9, 1.4 + 0.36 * count))
         axes.axvline(0, color="black", linewidth=1)
@@ -501,11 +517,14 @@ def plot_logprob_changes(
         axes.set_ylim(count - 0.4, -0.6)
         axes.set_xscale("symlog", linthresh=0.01)
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel("change of log-probability by one update (nats, symmetric log)")
+        axes.set_xlabel(
+            "← less likely     change of log-probability by one update "
+            "(nats, symmetric log)     more likely →"
+        )
         total = sum(len(values) for values in changes)
         axes.set_title(
-            f"{total} tokens of {count} rollouts: pushed up (green), down (red); "
-            "mark: mean"
+            f"{total:,} tokens of {count} rollouts: pushed up (green), down (orange); "
+            "mark: mean of the rollout"
         )
     return _finished(figure, texts.logprob_changes_text(changes, labels))
 
@@ -520,11 +539,11 @@ def plot_who_does_what(*, backend: str = "local") -> Figure:
     boxes = (
         (
             "HUD",
-            "defines tasks and graders\nruns the rollouts\nreturns rewards, traces",
+            "defines tasks and graders\nruns the rollouts\nreturns rewards",
         ),
         (
             "this course",
-            "renders prompts, samples\nturns rewards into\nadvantages, datums",
+            "renders prompts,\nturns rewards into\nadvantages and datums",
         ),
         (
             service,
@@ -999,6 +1018,21 @@ def _heatmap(
     figure.colorbar(image, ax=axes, label=label, shrink=0.9)
 
 
+def _indices(bands: Sequence[tuple[int, int]], within: tuple[int, int]) -> list[int]:
+    least, most = within
+    return [i for i, (lo, hi) in enumerate(bands) if least <= lo and hi <= most]
+
+
+def _frame(axes: Axes, rows: Sequence[int], columns: Sequence[int]) -> None:
+    """Frame a block of a heat map's cells, so that it shows on dark and on bright."""
+    if not rows or not columns:
+        return
+    corner = (columns[0] - 0.5, rows[0] - 0.5)
+    for color, width in (("white", 4.5), ("black", 2.0)):
+        size = (len(columns), len(rows))
+        axes.add_patch(Rectangle(corner, *size, fill=False, ec=color, lw=width))
+
+
 def _token_box(
     axes: Axes, column: int, row: int, token: str, advantage: float, logprob: float
 ) -> None:
@@ -1008,6 +1042,9 @@ def _token_box(
     axes.add_patch(
         Rectangle((column + 0.03, row + 0.04), 0.94, 0.5, color=_pale(color), lw=0)
     )
+    if advantage and logprob < UNSURE:
+        corner = (column + 0.05, row + 0.06)
+        axes.add_patch(Rectangle(corner, 0.9, 0.46, fill=False, ec="black", lw=1.8))
     shown = token.replace("\n", "⏎").replace(" ", "␣")
     size = 9 if len(shown) <= 8 else 6.5
     centre = column + 0.5

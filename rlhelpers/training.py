@@ -301,13 +301,14 @@ async def _update(
 ) -> ForwardBackwardOutput:
     """One forward_backward and one optim_step, sent back to back."""
     client = session.training_client
-    backward = await client.forward_backward_async(
-        datums, config.loss_fn, config.loss_fn_config
-    )
-    # Sent without waiting: the service runs a model's operations in order.
-    optimizer = await client.optim_step_async(config.adam)
-    output = await backward.result_async()
-    await optimizer.result_async()
+    with session.waits.operation("the update", polls=True):
+        backward = await client.forward_backward_async(
+            datums, config.loss_fn, config.loss_fn_config
+        )
+        # Sent without waiting: the service runs a model's operations in order.
+        optimizer = await client.optim_step_async(config.adam)
+        output = await backward.result_async()
+        await optimizer.result_async()
     session.updates += 1
     return output
 
@@ -398,7 +399,7 @@ async def _step(
 ) -> StepResult:
     clock, used = _Clock(), session.usage.counts
     # The name counts the updates behind the weights, as training checkpoints do.
-    name = checkpoint_name("policy", step=step - 1)
+    name = checkpoint_name("policy", step=step - 1, tag=place.tag)
     sampler = await asyncio.to_thread(session.new_sampler, name)
     clock.training = time.perf_counter() - clock.started
     if watch:
@@ -595,7 +596,7 @@ class _Loop:
 
     async def save(self, name: str | None = None) -> None:
         """Save a training checkpoint, then point resume.json at it."""
-        label = name or checkpoint_name("state", step=self.done)
+        label = name or checkpoint_name("state", step=self.done, tag=self.place.tag)
         self.state = await asyncio.to_thread(self.session.save_state, label)
         preset = self.session.preset
         write_resume_state(
@@ -670,13 +671,15 @@ async def train(
         disable=not progress,
     )
     try:
-        with bar:
+        with bar, session.waits.shown_by(_in_bar(bar)):
             await _run_steps(loop, tasks, tuple(watch), on_step, bar)
     except BaseException as error:
         await _save_after(loop, error)
         raise
-    await _to_the_end(loop.save(checkpoint_name("final-state")))
-    sampler = await asyncio.to_thread(session.new_sampler, checkpoint_name("final"))
+    tag = loop.place.tag
+    await _to_the_end(loop.save(checkpoint_name("final-state", tag=tag)))
+    final = checkpoint_name("final", tag=tag)
+    sampler = await asyncio.to_thread(session.new_sampler, final)
     if tuple(watch):
         await _watch(session, sampler, tuple(watch), loop.done, loop.place, config)
     return TrainResult(
@@ -686,6 +689,21 @@ async def train(
         state=loop.state,
         seconds=time.perf_counter() - started,
     )
+
+
+def _in_bar(bar: tqdm[Any]) -> Callable[[str | None], None]:
+    """Shows a wait behind the progress bar, in place of what it says otherwise."""
+    usual: list[str | None] = []
+
+    def show(wait: str | None) -> None:
+        if wait is None and usual:
+            bar.set_postfix_str(usual.pop() or "")
+        elif wait is not None:
+            if not usual:
+                usual.append(getattr(bar, "postfix", None))
+            bar.set_postfix_str(wait)
+
+    return show
 
 
 def _as_pool(
@@ -715,6 +733,10 @@ async def _begin(
         session.updates = state.next_step - 1
         attempt = max(state.attempt + 1, next_attempt(place.metrics, state.next_step))
         done = state.next_step - 1
+        # Taken at once: a try that dies before its first row would else leave its
+        # number, and so the names of its snapshots, to the next.
+        taken = dataclasses.replace(state, attempt=attempt)
+        write_resume_state(place.resume, taken)
         return _Loop(
             session,
             config,

@@ -214,6 +214,16 @@ def test_the_heat_map_writes_each_cell_and_leaves_gaps() -> None:
     assert "3 groups per cell" in figure.axes[0].get_title()
 
 
+def test_the_heat_map_frames_the_cells_of_a_range() -> None:
+    bands = ((1, 9), (10, 49), (50, 99), (100, 299))
+    cells = {(a, b): GroupSummary(3, 1, 0.5, 0.2) for a in bands for b in bands}
+    for panel in plots.plot_range_heatmap(cells, framed=(10, 99)).axes[:2]:
+        frames = [patch for patch in panel.patches if not patch.get_fill()]
+        assert {box.get_bbox().bounds for box in frames} == {(0.5, 0.5, 2.0, 2.0)}
+    for panel in plots.plot_range_heatmap(cells, framed=(20, 30)).axes[:2]:
+        assert not panel.patches  # no cell lies in it
+
+
 def test_the_signal_is_largest_at_one_half() -> None:
     left, right = plots.plot_group_signal((2, 4)).axes
     line = left.lines[0].get_xydata()
@@ -244,6 +254,30 @@ def test_changes_are_coloured_by_the_way_they_were_pushed() -> None:
     marks = [line for line in figure.axes[0].lines if line.get_marker() == "|"]
     means = [line.get_xdata() for line in marks]
     assert [float(np.ravel(x)[0]) for x in means] == pytest.approx([0.2, -0.2])
+
+
+def test_rollouts_pushed_up_stand_above_those_pushed_down() -> None:
+    figure = plots.plot_logprob_changes(
+        [[-0.2], [0.1], [0.4]], [-1.5, 0.5, 1.0], ["down", "up", "most"]
+    )
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "most",
+        "up",
+        "down",
+    ]
+    assert axes.yaxis_inverted()  # the first row is on top
+    dots = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [float(line.get_xdata()[0]) for line in dots] == [0.4, 0.1, -0.2]
+
+
+def test_a_datum_frames_the_tokens_that_the_policy_was_unsure_of() -> None:
+    # e^-0.2 is 82 %, e^-0.1 is 90.5 %; what is masked was never sampled
+    figure = plots.plot_datum(
+        ["a", "b", "c", "d"], [0, 1.5, 1.5, -1.5], [0, -0.2, -0.1, -2.0]
+    )
+    boxes = [patch for patch in figure.axes[0].patches if not patch.get_fill()]
+    assert [int(box.get_x()) for box in boxes] == [1, 3]
 
 
 def test_transition_cells_show_the_counts() -> None:
