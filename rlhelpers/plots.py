@@ -39,6 +39,7 @@ from rlhelpers.analysis import (
     wilson_interval,
 )
 from rlhelpers.calibration import GroupSummary
+from rlhelpers.losses import CLIP, TrainedTokens, token_losses, token_pushes
 from rlhelpers.metrics import StepMetrics
 
 #: One colour per meaning, in every plot and widget of the course.
@@ -55,6 +56,16 @@ COLORS: Mapping[str, str] = {
 
 #: Below this log-probability a sampled token was no foregone conclusion: 90 %.
 UNSURE = math.log(0.9)
+
+
+#: Colour and dash of each of several runs or losses in one panel, told apart without
+#: colour too. None of these colours means an outcome.
+LINES: tuple[tuple[str, str], ...] = (
+    ("#000000", "-"),
+    ("#56B4E9", "--"),
+    ("#8C510A", ":"),
+    ("#B2ABD2", "-."),
+)
 
 
 class DescribedFigure(Figure):
@@ -529,6 +540,133 @@ def plot_logprob_changes(
     return _finished(figure, texts.logprob_changes_text(changes, labels))
 
 
+def plot_losses(
+    *, clip: tuple[float, float] = CLIP, sampled_probability: float = 0.3
+) -> Figure:
+    """The three losses of one token against its ratio, and how hard each pushes.
+
+    Left for an advantage of +1, right for −1. Above the loss, below minus its gradient
+    with respect to the token's log-probability: above 0 the token is pushed up.
+
+    Args:
+        clip: Smallest and largest ratio of ppo and cispo.
+        sampled_probability: With which the token was sampled; the ratio ends where the
+            probability would be 1. Only the value of cispo depends on it.
+    """
+    ratios = np.linspace(0.02, 2.2, 400)
+    names = ("importance_sampling", "ppo", "cispo")
+    with _style():
+        figure, panels = _subplots(2, 2, figsize=(9, 5.4), sharex=True, sharey="row")
+        for (above, below), advantage in zip(panels.T, (1.0, -1.0), strict=True):
+            for name, (color, dash) in zip(names, LINES, strict=False):
+                style = {"color": color, "linestyle": dash, "linewidth": 2}
+                values = token_losses(
+                    name,
+                    ratios,
+                    advantage,
+                    sampled_logprobs=np.log(sampled_probability),
+                    clip=clip,
+                )
+                above.plot(ratios, values, label=name, **style)
+                pushes = token_pushes(name, ratios, advantage, clip=clip)
+                below.plot(ratios, pushes, **style)
+            for axes in (above, below):
+                axes.axvspan(*clip, color="#EEEEEE", zorder=0)
+                axes.axvline(1, color="#999999", linewidth=0.8)
+            above.set(title=f"advantage {advantage:+.0f}".replace("-", "−"))
+            above.set(ylabel="loss of the token")
+            below.set(ylabel="push on the token", xlabel="ratio, now / when sampled")
+        panels[0, 1].legend(loc="upper left")
+        figure.suptitle(f"One token, clipped to {clip[0]:g} … {clip[1]:g} (grey)")
+    return _finished(figure, texts.losses_text(clip))
+
+
+def plot_repeated_updates(histories: Mapping[str, Sequence[TrainedTokens]]) -> Figure:
+    """What several updates on one batch do to the ratios, for each loss.
+
+    Left the share of trained tokens outside the clip bounds, right the ratios that 1 %
+    of the tokens lie below and 1 % above, both against the updates taken.
+
+    Args:
+        histories: Loss → the batch's tokens before the first update, after it, and so
+            on.
+
+    Raises:
+        ValueError: There is nothing to plot.
+    """
+    if not histories or not all(histories.values()):
+        raise ValueError("no updates to plot: score the batch at least once")
+    with _style():
+        figure, (left, right) = _subplots(1, 2, figsize=(9.5, 3.6))
+        for (name, history), (color, dash) in zip(
+            histories.items(), LINES, strict=False
+        ):
+            taken = range(len(history))
+            style: Any = {"color": color, "linestyle": dash, "linewidth": 2}
+            left.plot(taken, [tokens.clip_share() for tokens in history], **style)
+            ends = np.array([tokens.ends() for tokens in history])
+            right.plot(taken, ends[:, 0], label=name, **style)
+            right.plot(taken, ends[:, 1], **style)
+        right.axhline(1, color="#999999", linewidth=0.8)
+        right.set_yscale("log")
+        left.yaxis.set_major_formatter(PercentFormatter(1))
+        left.set_ylim(0, None)
+        left.set(ylabel=f"tokens outside {CLIP[0]:g} … {CLIP[1]:g}")
+        right.set(ylabel="ratio, 1st and 99th percentile")
+        for axes in (left, right):
+            axes.set_xlabel("updates taken on the batch")
+            axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        right.legend(loc="lower left")
+        count = len(next(iter(histories.values()))[0].ratios)
+        figure.suptitle(f"Several updates on one batch of {count:,} trained tokens")
+    return _finished(figure, texts.repeated_updates_text(histories))
+
+
+def plot_runs(
+    runs: Mapping[str, Sequence[StepMetrics]],
+    *,
+    held_out: Mapping[str, float] | None = None,
+) -> Figure:
+    """Several runs side by side: form, arithmetic and, where measured, the KL.
+
+    Three panels with one line per run: the share of rollouts that is right (diamonds:
+    greedy held-out accuracy at the end), the share whose ending is invalid, and among
+    valid endings the share of wrong integers. A fourth where the KL was measured.
+
+    Args:
+        runs: Heading → rows of the run's ``metrics.jsonl``.
+        held_out: Heading → held-out accuracy after the run, 0 to 1.
+
+    Raises:
+        ValueError: There is no run to plot, or a run without steps.
+    """
+    if not runs:
+        raise ValueError("no runs to plot: train at least once")
+    measured = any(row.kl is not None for rows in runs.values() for row in rows)
+    drawn = RUN_PANELS if measured else RUN_PANELS[:-1]
+    with _style():
+        figure, panels = _subplots(1, len(drawn), figsize=(3.4 * len(drawn), 3.6))
+        for (heading, rows), (color, dash) in zip(runs.items(), LINES, strict=False):
+            steps = _steps(rows)
+            for axes, (label, value) in zip(panels, drawn, strict=True):
+                values = np.array([value(row) for row in rows], dtype=float)
+                known = ~np.isnan(values)
+                style: Any = {"color": color, "linestyle": dash, **_line_style(steps)}
+                axes.plot(steps[known], values[known], label=heading, **style)
+                axes.set_ylabel(label)
+                _step_axis(axes, steps)
+            if held_out and heading in held_out:
+                end = (steps[-1] + 0.5, held_out[heading])
+                panels[0].plot(*end, "D", color=color, markersize=7, clip_on=False)
+        for axes in panels[:3]:
+            axes.set_ylim(-0.02, 1.02)
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
+        panels[0].legend(loc="lower left")
+        counts = dict.fromkeys(_counts(rows) for rows in runs.values())
+        figure.suptitle(f"{len(runs)} runs, each of {' or '.join(counts)}")
+    return _finished(figure, texts.runs_text(runs, held_out or {}))
+
+
 def plot_who_does_what(*, backend: str = "local") -> Figure:
     """Who does what in one training step: HUD, the course's code, the service.
 
@@ -828,6 +966,20 @@ def plot_rewards(before: Iterable[Rollout], after: Iterable[Rollout]) -> Figure:
             )
         panels[1].set_xlabel("reward, greedy")
     return _finished(figure, texts.rewards_text(comparison))
+
+
+def _wrong_among_valid(row: StepMetrics) -> float | None:
+    valid = row.correct + row.wrong_integer
+    return row.wrong_integer / valid if valid else None
+
+
+#: What plot_runs draws of a step: (label of the axis, value or None).
+RUN_PANELS: tuple[tuple[str, Callable[[StepMetrics], float | None]], ...] = (
+    ("right (diamond: held-out)", lambda row: row.correct / row.valid_rollouts),
+    ("invalid ending", lambda row: row.invalid_final_line / row.valid_rollouts),
+    ("wrong among valid endings", _wrong_among_valid),
+    ("KL to the base (nats per token)", lambda row: row.kl),
+)
 
 
 # Panels of the dashboard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlhelpers.analysis import (
     wilson_interval,
 )
 from rlhelpers.calibration import GroupSummary
+from rlhelpers.losses import TrainedTokens
 from rlhelpers.metrics import StepMetrics
 
 SMALL, LARGE = (1, 9), (10, 99)
@@ -29,6 +31,11 @@ CELLS = {
     (SMALL, LARGE): GroupSummary(3, 2, 0.6, 0.5),
     (LARGE, LARGE): GroupSummary(3, 2, 0.3, 0.4),
 }
+#: Tokens of a batch before any update, after one, and after two.
+HISTORY = [
+    TrainedTokens(np.array(ratios), np.array([1.0, -1.0]), np.array([-0.5, -0.5]))
+    for ratios in ([1.0, 1.0], [1.5, 1.0], [2.0, 0.5])
+]
 
 
 @pytest.fixture
@@ -75,6 +82,9 @@ def draw_all(metrics: list[StepMetrics], rollouts: list[Any]) -> list[Figure]:
         plots.plot_reward_and_truth({"a": metrics, "b": metrics}, {"a": {0: 0.7}}),
         plots.plot_group_rewards(rollouts),
         plots.plot_rewards(*paired),
+        plots.plot_losses(),
+        plots.plot_repeated_updates({"ppo": HISTORY, "cispo": HISTORY[:2]}),
+        plots.plot_runs({"a": metrics, "b": metrics}, held_out={"b": 0.7}),
     ]
 
 
@@ -422,3 +432,63 @@ def test_a_dashboard_without_outcomes_says_so() -> None:
     assert panel.get_lines() == []
     assert "names no outcome" in panel.texts[0].get_text()
     assert "no outcomes, because the grader names none" in str(figure)
+
+
+def test_losses_are_drawn_as_they_are() -> None:
+    figure = plots.plot_losses(clip=(0.5, 2.0), sampled_probability=0.5)
+    above, right, below, _ = figure.axes
+    ratio = above.get_lines()[0].get_xdata()
+    assert [line.get_label() for line in right.get_lines()][:3] == [
+        "importance_sampling",
+        "ppo",
+        "cispo",
+    ]
+    # For an advantage of +1, at the last ratio, 2.2: −2.2, −min(2.2, 2), and
+    # −2 · (log 0.5 + log 2.2).
+    ends = [line.get_ydata()[-1] for line in above.get_lines()[:3]]
+    assert ends == pytest.approx([-2.2, -2.0, -2 * np.log(1.1)])
+    assert [line.get_ydata()[-1] for line in below.get_lines()[:3]] == pytest.approx(
+        [2.2, 0.0, 2.0]
+    )
+    assert ratio[-1] == pytest.approx(2.2)
+    assert "ppo stops pushing up above 2 and down below 0.5" in str(figure)
+
+
+def test_repeated_updates_show_clip_share_and_ends() -> None:
+    figure = plots.plot_repeated_updates({"ppo": HISTORY, "cispo": HISTORY[:2]})
+    left, right = figure.axes
+    assert [list(line.get_ydata()) for line in left.get_lines()] == [
+        [0.0, 0.5, 1.0],
+        [0.0, 0.5],
+    ]
+    low, high = right.get_lines()[:2]
+    assert low.get_ydata()[-1] == pytest.approx(0.515)  # 1 % of the way up from 0.5
+    assert high.get_ydata()[-1] == pytest.approx(1.985)
+    words = str(figure)
+    assert "ppo, 2 updates: 100.0% of 2 tokens outside the bounds" in words
+    assert "cispo, 1 updates: 50.0% of 2 tokens" in words
+    for nothing in ({}, {"ppo": []}):
+        with pytest.raises(ValueError, match="no updates"):
+            plots.plot_repeated_updates(nothing)
+
+
+def test_runs_side_by_side(metrics: list[StepMetrics]) -> None:
+    held = [dataclasses.replace(row, kl=row.step / 100) for row in metrics]
+    figure = plots.plot_runs({"free": metrics, "held": held}, held_out={"held": 0.7})
+    right, invalid, wrong, kl = figure.axes
+    assert list(right.get_lines()[0].get_ydata()) == [40 / 64] * 8
+    assert list(invalid.get_lines()[0].get_ydata()) == [10 / 64] * 8
+    assert list(wrong.get_lines()[0].get_ydata()) == [14 / 54] * 8  # of 40 + 14
+    assert [list(line.get_ydata()) for line in kl.get_lines()] == [
+        [],  # not measured in the first run
+        [n / 100 for n in range(1, 9)],
+    ]
+    (diamond,) = [line for line in right.get_lines() if line.get_marker() == "D"]
+    assert list(diamond.get_ydata()) == [0.7]
+    words = str(figure)
+    assert "free, 8 steps and 512 rollouts; right 62% to 62%" in words
+    assert "wrong integers 22% to 22%; KL to the base 0.080 nats per token" in words
+    assert "held-out accuracy, greedy, 70.0%." in words
+    assert len(plots.plot_runs({"free": metrics}).axes) == 3
+    with pytest.raises(ValueError, match="no runs"):
+        plots.plot_runs({})
