@@ -344,6 +344,19 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="steps between measurements of the KL to the base model; 0 is never "
         "(default: 5 locally; never on fireworks, where its tokens are paid for)",
     )
+    group.add_argument(
+        "--kl-coefficient",
+        type=float,
+        metavar="X",
+        help="holds the policy near the base model, which then reads every trained "
+        "rollout once more (default: 0, off)",
+    )
+    group.add_argument(
+        "--updates-per-batch",
+        type=int,
+        metavar="N",
+        help="optimizer steps on each batch; above 1 prefer ppo or cispo (default: 1)",
+    )
     _add_held_out(group)
     group.add_argument(
         "--eval-before",

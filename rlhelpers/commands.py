@@ -292,7 +292,7 @@ def train_command(settings: Settings, folder: Path | None) -> None:
         settings,
         training.tasks,
         rollouts=training.all_rollouts,
-        datums=training.trained_rollouts,
+        datums=training.trained_rollouts * config.updates_per_batch,
         forwards=config.kl_rollouts,
         max_tokens=config.max_tokens,
         checkpoint=checkpoint,

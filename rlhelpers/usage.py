@@ -213,6 +213,15 @@ class TokenUsage:
             self._check(asked.total)
             self._counts += asked
 
+    def require(self, tokens: int) -> None:
+        """Refuse work of several requests that would not fit as a whole.
+
+        Raises:
+            TokenLimitReached: So many tokens do not fit under the limit.
+        """
+        with self._lock:
+            self._check(tokens)
+
     @contextmanager
     def reserve(
         self, *, prefill: int = 0, sampled: int = 0, trained: int = 0
