@@ -63,7 +63,7 @@ from rlhelpers.preflight import (
 )
 from rlhelpers.refusals import explained
 from rlhelpers.rewards import Grader, grader_name
-from rlhelpers.sampling import PolicySampler
+from rlhelpers.sampling import PolicyAgent, PolicySampler
 from rlhelpers.usage import TokenUsage
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class TrainingSession:
         tokenizer: The tokenizer that fits the base model.
         usage: Token counters with the session's limit.
         seed: Seed of the adapter's initial weights.
+        agent_type: What answers tasks, for a rollout each.
         runs_dir: Folder that holds this and other runs.
         banner: What runs where, and its bound on cost.
     """
@@ -121,6 +122,7 @@ class TrainingSession:
         runs_dir: Path,
         seed: int,
         task_runtime: Provider,
+        agent_type: type[PolicyAgent],
         keep_session: bool,
     ) -> None:
         self.preset = preset
@@ -129,6 +131,7 @@ class TrainingSession:
         self.banner = banner
         self.runs_dir = runs_dir
         self.seed = seed
+        self.agent_type = agent_type
         self.closed = False
         #: Optimizer steps taken by the current adapter in this session.
         self.updates = 0
@@ -663,6 +666,7 @@ def connect(
     resume_from: str | None = None,
     seed: int = 0,
     task_runtime: Provider | None = None,
+    agent: type[PolicyAgent] = PolicyAgent,
     keep_session: bool = False,
     quiet: bool = False,
 ) -> TrainingSession:
@@ -698,6 +702,8 @@ def connect(
         seed: Seed of the adapter's initial weights.
         task_runtime: Where HUD runs tasks of your own, such as ``load_tasks(…)``'s
             ``runtime``; default: the course's multiplication environment.
+        agent: What answers the tasks. The default answers with one reply; for tasks
+            of several turns, :class:`~rlhelpers.episodes.EpisodeAgent`.
         keep_session: On Fireworks, leave the session open at close, so that its
             sampler checkpoints can still be promoted.
         quiet: Do not print the banner.
@@ -786,6 +792,7 @@ def connect(
             runs_dir=folder,
             seed=seed,
             task_runtime=task_runtime or LocalRuntime(env),
+            agent_type=agent,
             keep_session=keep_session,
         )
     except BaseException:
