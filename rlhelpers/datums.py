@@ -3,8 +3,8 @@
 A datum is one rollout as the training service sees it: the tokens read, the tokens
 to predict, and for each of these the log-probability it was sampled with and the
 advantage to weight it by. A rollout of several turns is one datum too, with every reply
-trained and every user turn masked (:class:`Episode`). Everything is checked here, before any request: a
-misaligned batch trains without an error and teaches nonsense.
+trained and every user turn masked (:class:`Episode`). Everything is checked here,
+before any request: a misaligned batch trains without an error and teaches nonsense.
 
 No I/O, no service; only the SDK's own data types.
 """
@@ -98,9 +98,9 @@ def _check_extends(prompt: Sequence[int], before: Sequence[int], turn: int) -> N
     """Refuse a turn whose prompt is not what was said before it, and more."""
     if list(prompt[: len(before)]) == list(before):
         return
+    pairs = zip(prompt, before, strict=False)
     same = next(
-        (at for at, pair in enumerate(zip(prompt, before)) if pair[0] != pair[1]),
-        min(len(prompt), len(before)),
+        (at for at, (now, then) in enumerate(pairs) if now != then), len(prompt)
     )
     raise ValueError(
         f"the prompt of turn {turn} differs at token {same} from the {len(before)} "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import mcp.types as mcp_types
 from hud.types import Step
 
-from rlhelpers.sampling import PolicyAgent, end_token_ids, prompt_message, render_prompt
+from rlhelpers.sampling import PolicyAgent, end_token_ids, prompt_message
 from rlhelpers.turns import open_turns, takes_turns
 
 if TYPE_CHECKING:
