@@ -11,8 +11,9 @@ guess, and how the policy compares with bisection.
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from hud.environment import Environment
 from hud.eval import Taskset
 from hud.graders import EvaluationResult
 
+from rlhelpers.advantages import sample_std
+from rlhelpers.analysis import wilson_interval
 from rlhelpers.answers import parse_final_integer
 from rlhelpers.turns import Turns
 
@@ -225,71 +228,42 @@ def bisection(low: int, high: int, secret: int) -> list[int]:
     return guesses
 
 
-@dataclass(frozen=True)
-class GuessingSummary:
-    """Some games in four numbers.
+def ruled_out(
+    low: int, high: int, secret: int, guesses: Iterable[int | None]
+) -> list[bool]:
+    """For each guess, whether an earlier answer, or the prompt, had ruled it out.
 
-    Attributes:
-        games: How many.
-        found: Games in which the number was found.
-        mean_guesses: Guesses of a game, all six where it was not found.
-        wasted: Share of the guesses that no answer allowed any more, 0 to 1.
+    A reply without a number counts as ruled out too: it tells nothing.
+
+    >>> ruled_out(10, 40, 33, [25, 25, 33])
+    [False, True, False]
     """
-
-    games: int
-    found: int
-    mean_guesses: float
-    wasted: float
-
-
-def guesses_of(record: RolloutRecord) -> list[int | None]:
-    """Every guess of a recorded game, in order."""
-    return list(record.got)
-
-
-def left_of(record: RolloutRecord) -> list[int]:
-    """:func:`range_left` of a recorded game."""
-    args = record.args
-    return range_left(args["low"], args["high"], args["secret"], guesses_of(record))
-
-
-def is_wasted(record: RolloutRecord) -> list[bool]:
-    """For each guess of a recorded game, whether an answer had ruled it out.
-
-    A reply without a number is wasted too.
-    """
-    low, high = record.args["low"], record.args["high"]
     wasted = []
-    for number in guesses_of(record):
+    for number in guesses:
         wasted.append(number is None or not low <= number <= high)
-        if number is None:
-            continue
-        if number < record.args["secret"]:
+        if number is not None and number < secret:
             low = max(low, number + 1)
-        else:
+        elif number is not None:
             high = min(high, number - 1)
     return wasted
 
 
-def summarize_games(records: Sequence[RolloutRecord]) -> GuessingSummary:
-    """Summarise recorded games.
+def left_of(record: RolloutRecord) -> list[int]:
+    """:func:`range_left` of a recorded game, whose ``got`` holds its guesses."""
+    return range_left(**_range_and_secret(record), guesses=record.got)
 
-    Raises:
-        ValueError: There are none.
-    """
-    if not records:
-        raise ValueError("no games to summarise: roll out some first")
-    wasted = [value for record in records for value in is_wasted(record)]
-    return GuessingSummary(
-        games=len(records),
-        found=sum(record.outcome == "correct" for record in records),
-        mean_guesses=fmean(len(guesses_of(record)) for record in records),
-        wasted=fmean(wasted),
-    )
+
+def wasted_of(record: RolloutRecord) -> list[bool]:
+    """:func:`ruled_out` of a recorded game."""
+    return ruled_out(**_range_and_secret(record), guesses=record.got)
+
+
+def _range_and_secret(record: RolloutRecord) -> dict[str, int]:
+    return {name: int(record.args[name]) for name in ("low", "high", "secret")}
 
 
 def mean_range_left(records: Sequence[RolloutRecord]) -> list[float]:
-    """Mean of :func:`left_of` after 0, 1, … guesses; found games count 0 from then on.
+    """Mean numbers left after 0, 1, … guesses; a finished game stays as it ended.
 
     Returns:
         ``GUESSES + 1`` means, the first over the whole ranges.
@@ -299,3 +273,109 @@ def mean_range_left(records: Sequence[RolloutRecord]) -> list[float]:
         left = [record.args["high"] - record.args["low"] + 1, *left_of(record)]
         rows.append(left + left[-1:] * (GUESSES + 1 - len(left)))
     return [fmean(column) for column in zip(*rows, strict=True)]
+
+
+def bisection_left(records: Sequence[RolloutRecord]) -> list[float]:
+    """:func:`mean_range_left` of a player who bisects, on the same games."""
+    return mean_range_left(
+        [
+            dataclasses.replace(record, got=bisection(**_range_and_secret(record)))
+            for record in records
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class GamesSummary:
+    """Some games in four numbers.
+
+    Attributes:
+        games: How many.
+        found: Games in which the number was found.
+        mean_guesses: Guesses of a game; all six where it was not found.
+        wasted: Share of all guesses that were :func:`ruled_out`, 0 to 1.
+    """
+
+    games: int
+    found: int
+    mean_guesses: float
+    wasted: float
+
+
+def summarize_games(records: Sequence[RolloutRecord]) -> GamesSummary:
+    """Summarise recorded games.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if not records:
+        raise ValueError("no games to summarise: roll out some first")
+    return GamesSummary(
+        games=len(records),
+        found=sum(record.got[-1:] == [record.expected] for record in records),
+        mean_guesses=fmean(len(record.got) for record in records),
+        wasted=fmean(wasted for record in records for wasted in wasted_of(record)),
+    )
+
+
+def guesses_saved(
+    before: Sequence[RolloutRecord], after: Sequence[RolloutRecord]
+) -> tuple[float, float, float]:
+    """How many guesses fewer the same games took, with a 95 % interval.
+
+    The interval is the mean of the paired differences ± 1.96 standard errors.
+
+    Args:
+        before, after: One rollout of each game, both in the same order.
+
+    Returns:
+        ``(mean, low, high)``, guesses per game; above 0 is fewer.
+
+    Raises:
+        ValueError: The games are not the same, or fewer than two.
+    """
+    if [r.task for r in before] != [r.task for r in after] or len(before) < 2:
+        raise ValueError(
+            f"{len(before)} games before and {len(after)} after: give one rollout of "
+            "each game on both sides, in the same order, at least two"
+        )
+    saved = [
+        float(len(old.got) - len(new.got))
+        for old, new in zip(before, after, strict=True)
+    ]
+    mean = fmean(saved)
+    margin = 1.96 * sample_std(saved) / len(saved) ** 0.5
+    return mean, mean - margin, mean + margin
+
+
+@dataclass(frozen=True)
+class GamesTable:
+    """Summaries side by side; shows itself as a table.
+
+    Attributes:
+        columns: Heading → summary, in the order shown.
+    """
+
+    columns: Mapping[str, GamesSummary]
+
+    def to_markdown(self) -> str:
+        """The table in Markdown, with 95 % Wilson intervals."""
+        rows = ["| | " + " | ".join(self.columns) + " |"]
+        rows.append("|---" + "|---:" * len(self.columns) + "|")
+        for name, cell in (
+            ("found", _found_cell),
+            ("mean guesses of a game", lambda s: f"{s.mean_guesses:.2f}"),
+            ("guesses ruled out before", lambda s: f"{s.wasted:.1%}"),
+        ):
+            cells = " | ".join(cell(summary) for summary in self.columns.values())
+            rows.append(f"| {name} | {cells} |")
+        return "\n".join(rows)
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
+
+def _found_cell(summary: GamesSummary) -> str:
+    low, high = wilson_interval(summary.found, summary.games)
+    share = summary.found / summary.games
+    return f"{share:.1%} ({100 * low:.1f} to {100 * high:.1f})"
