@@ -9,10 +9,8 @@ from rlhelpers.checks.marking import NOT_TRIED, as_list, is_whole_number, shown
 from rlhelpers.guessing import bisection, wasted_of
 from rlhelpers.metrics import RolloutRecord
 
-#: The two turns of the first exercise: prompt, reply, the user's token, reply.
-PROMPT, REPLY, USER, SECOND = [1, 2], [3, 4], [5], [6]
-
-_ROWS = {
+#: Of the first exercise: prompt 1 2, reply 3 4, the user's 5, reply 6.
+_ROWS: dict[str, list[Any]] = {
     "input": [1, 2, 3, 4, 5],
     "targets": [2, 3, 4, 5, 6],
     "advantages": [0.0, -0.5, -0.5, 0.0, -0.5],
@@ -38,7 +36,8 @@ def check_episode_rows(rows: object) -> bool:
     if not isinstance(rows, Mapping) or rows.keys() != _ROWS.keys():
         print(f"✗ keep the three rows {', '.join(_ROWS)}; got {shown(rows)}")
         return False
-    return all([_row(name, rows[name]) for name in _ROWS])
+    marks = [_row(name, rows[name]) for name in _ROWS]
+    return all(marks)
 
 
 def _row(name: str, given: object) -> bool:
