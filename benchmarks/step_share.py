@@ -39,6 +39,7 @@ from transformers import PreTrainedModel
 
 from rlhelpers import TrainConfig, train_step
 from rlhelpers.local import decoding
+from rlhelpers.local.llama import LlamaPass
 from rlhelpers.local.trainer import PolicyTrainer
 from rlhelpers.training import StepResult
 
@@ -46,6 +47,7 @@ COMPUTE_THREAD = "rlhelpers-local-compute"
 GOAL = 0.10
 SECTIONS: tuple[tuple[str, Any, str], ...] = (
     ("passes while sampling", PreTrainedModel, "__call__"),
+    ("passes while sampling", LlamaPass, "__call__"),
     ("drawing tokens", decoding, "draw"),
     ("passes of training", PolicyTrainer, "run"),
     ("the Adam step", PolicyTrainer, "optim_step"),
@@ -206,7 +208,7 @@ def report_share(steps: Sequence[MeasuredStep], config: TrainConfig) -> None:
     )
     print(where())
     rows = []
-    for label, _, _ in SECTIONS:
+    for label in dict.fromkeys(label for label, _, _ in SECTIONS):
         wall = middle([step.wall.get(label, 0.0) for step in steps])
         cpu = middle([step.cpu.get(label, 0.0) for step in steps])
         rows.append((label, f"{wall:.3f}", f"{cpu:.3f}", f"{cpu / seconds:.1%}"))

@@ -12,22 +12,23 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
-from transformers.modeling_utils import PreTrainedModel
 
 from .loading import BaseModel
+from .passes import (
+    OneTokenPass,
+    interchangeable_sizes,
+    one_token_pass,
+    rows_per_tile,
+)
 from .sampling import SamplingParams, draw, pick
+from .slots import CAPACITY_STEP, Prefix, SlotCache, read_prompt, round_up
 
 FinishReason = Literal["stop", "length"]
-LENGTH_STEP = 16  # attention runs over a whole number of these many positions
-SMALLEST_PASS = 16  # rows; below this another kernel is sure to be chosen
-CAPACITY_STEP = 64  # rows are allocated in blocks of this many positions
 PROMPT_STEP = 128  # positions of a prompt whose log-probabilities are made at a time
 PREFIX_CACHE_SIZE = 256  # prompts whose keys and values are kept for their siblings
 PREFIX_BYTES = 256 * 1024 * 1024  # and what they may take up together
@@ -77,133 +78,18 @@ class Sequence:
         return len(self.prompt) + self.params.max_tokens
 
 
-@dataclass(frozen=True)
-class _Prefix:
-    """A prompt run through the model once, for all who share it."""
-
-    keys: list[Tensor]  # per layer, [1, heads, prompt, head dimension]
-    values: list[Tensor]
-    next_logits: Tensor  # [vocabulary]
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes of its keys and values."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
-
-    def size_of_tile(self, rows: int, capacity: int) -> int:
-        """Bytes of a tile's keys and values, of this model."""
-        return self.size // self.keys[0].shape[2] * rows * capacity
-
-
-class _SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [rows, heads, capacity, head dimension].
-
-    The buffers are allocated once; a forward pass sees the rows and the length that
-    :class:`SlotCache` has opened.
-    """
-
-    def __init__(self, cache: SlotCache, like: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.cache = cache
-        shape = (cache.n_rows, like.shape[1], cache.capacity, like.shape[3])
-        self.key_buffer, self.value_buffer = (
-            like.new_zeros(shape),
-            like.new_zeros(shape),
-        )
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise RuntimeError("a slot layer is filled by SlotCache.insert")
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        rows, length = self.cache.open_rows, self.cache.open_length
-        seen = []
-        for buffer, states in (
-            (self.key_buffer, key_states),
-            (self.value_buffer, value_states),
-        ):
-            width = states.shape[-1]
-            # One flat copy: a row's head and position are one line of the buffer.
-            lines = states.reshape(-1, width)
-            buffer.view(-1, width).index_copy_(0, self.cache.targets, lines)
-            seen.append(buffer[:rows, :, :length])
-        return seen[0], seen[1]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.open_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.cache.open_length
-
-    def get_max_length(self) -> int:
-        return self.cache.capacity
-
-
-class SlotCache(Cache):
-    """A key/value cache in which every row has a position of its own."""
-
-    def __init__(self, n_rows: int, capacity: int, prefix: _Prefix) -> None:
-        self.n_rows, self.capacity = n_rows, capacity
-        self.open_rows, self.open_length = n_rows, 0
-        self.targets = torch.empty(0, dtype=torch.long)
-        self.slots = [_SlotLayer(self, keys) for keys in prefix.keys]
-        super().__init__(layers=list(self.slots))
-        self.heads = prefix.keys[0].shape[1]
-        self.device = prefix.keys[0].device
-
-    def insert(self, row: int, prefix: _Prefix) -> None:
-        """Give ``row`` to a prompt."""
-        end = prefix.keys[0].shape[2]
-        for slot, keys, values in zip(
-            self.slots, prefix.keys, prefix.values, strict=True
-        ):
-            slot.key_buffer[row, :, :end] = keys[0]
-            slot.value_buffer[row, :, :end] = values[0]
-
-    def clear(self) -> None:
-        """Forget what rows held before: a masked NaN would still spoil a sum."""
-        for slot in self.slots:
-            slot.key_buffer.zero_()
-            slot.value_buffer.zero_()
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` positions of one row to another."""
-        for slot in self.slots:
-            slot.key_buffer[target, :, :length] = slot.key_buffer[source, :, :length]
-            slot.value_buffer[target, :, :length] = slot.value_buffer[
-                source, :, :length
-            ]
-
-    def open(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        """Make the first ``len(positions)`` rows ready to write at ``positions``.
-
-        Returns the positions, [rows, 1], and the additive attention mask,
-        [rows, 1, 1, length]: 0 where a row may attend, minus infinity elsewhere.
-        """
-        self.open_rows = len(positions)
-        self.open_length = _round_up(max(positions) + 1, LENGTH_STEP)
-        where = torch.tensor(positions, device=self.device).unsqueeze(1)
-        lines = torch.arange(self.open_rows * self.heads, device=self.device)
-        self.targets = (lines.view(-1, self.heads) * self.capacity + where).flatten()
-        steps = torch.arange(self.open_length, device=self.device)
-        mask = torch.zeros(self.open_rows, self.open_length, device=self.device)
-        mask.masked_fill_(steps > where, -torch.inf)
-        return where, mask[:, None, None, :]
-
-
 class _Tile:
     """Rows that are decoded together.
 
     A forward pass runs on one of a few fixed numbers of rows, ``sizes``, which give
-    the same result for a row bit for bit (see :func:`interchangeable_sizes`). As
-    sequences end, the others move together and the pass gets smaller.
+    the same result for a row bit for bit (see :mod:`.passes`). As sequences end, the
+    others move together and the pass gets smaller.
     """
 
     def __init__(
-        self, model: PreTrainedModel, sizes: list[int], capacity: int, prefix: _Prefix
+        self, one_token: OneTokenPass, sizes: list[int], capacity: int, prefix: Prefix
     ) -> None:
-        self.model = model
+        self.one_token = one_token
         self.sizes = sizes
         self.rows: list[Sequence | None] = [None] * sizes[-1]
         self.cache = SlotCache(sizes[-1], capacity, prefix)
@@ -222,15 +108,8 @@ class _Tile:
         rows = self._compact()
         ids = [row.tokens[-1] if row else 0 for row in rows]
         positions, mask = self.cache.open([row.position if row else 0 for row in rows])
-        output = self.model(
-            input_ids=torch.tensor(ids, device=self.model.device).unsqueeze(1),
-            attention_mask=mask,
-            position_ids=positions,
-            cache=self.cache,
-            use_cache=True,
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
+        tokens = torch.tensor(ids, device=self.cache.device)
+        return self.one_token(tokens, positions, mask, self.cache)
 
     def _compact(self) -> list[Sequence | None]:
         """Move the active rows to the front if a smaller pass then holds them."""
@@ -258,11 +137,14 @@ class Decoder:
     ) -> None:
         self.base = base
         self._load = load
-        self._sizes = interchangeable_sizes(base, rows or rows_per_tile(base))
+        self._one_token = one_token_pass(base)
+        self._sizes = interchangeable_sizes(
+            base, self._one_token, rows or rows_per_tile(base)
+        )
         self._waiting: OrderedDict[str, deque[Sequence]] = OrderedDict()
         self._snapshot: str | None = None
         self._tiles: list[_Tile] = []
-        self._prefixes: OrderedDict[tuple[int, ...], _Prefix] = OrderedDict()
+        self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
         self._pieces: dict[int, str] = {}
 
     def add(self, snapshot: str, sequence: Sequence) -> None:
@@ -369,13 +251,13 @@ class Decoder:
             if tile.free and sequence.longest <= tile.cache.capacity:
                 return tile
         prefix = self._prefix(sequence.prompt)
-        capacity = _round_up(sequence.longest, CAPACITY_STEP)
+        capacity = round_up(sequence.longest, CAPACITY_STEP)
         size = prefix.size_of_tile(self._sizes[-1], capacity)
         if self._size_of_tiles() + size > TILE_BYTES:
             self._tiles = [tile for tile in self._tiles if tile.active]
         if self._tiles and self._size_of_tiles() + size > TILE_BYTES:
             return None
-        tile = _Tile(self.base.sampling, self._sizes, capacity, prefix)
+        tile = _Tile(self._one_token, self._sizes, capacity, prefix)
         self._tiles.append(tile)
         return tile
 
@@ -446,27 +328,12 @@ class Decoder:
             self._pieces[token] = str(self.base.tokenizer.decode([token]))
         return self._pieces[token]
 
-    def _prefix(self, prompt: tuple[int, ...]) -> _Prefix:
-        """Keys, values and next logits of ``prompt``: computed once per snapshot.
-
-        Always alone in its batch, so that its numbers depend on nothing else.
-        """
+    def _prefix(self, prompt: tuple[int, ...]) -> Prefix:
+        """Keys, values and next logits of ``prompt``: computed once per snapshot."""
         if prompt in self._prefixes:
             self._prefixes.move_to_end(prompt)
             return self._prefixes[prompt]
-        model = self.base.sampling
-        cache = DynamicCache(config=model.config)
-        output = model(
-            input_ids=torch.tensor([prompt], device=model.device),
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        prefix = _Prefix(
-            keys=[_tensor(layer, "keys") for layer in cache.layers],
-            values=[_tensor(layer, "values") for layer in cache.layers],
-            next_logits=output.logits[0, -1],
-        )
+        prefix = read_prompt(self.base.sampling, prompt)
         self._prefixes[prompt] = prefix
         self._forget_prefixes()
         return prefix
@@ -500,54 +367,3 @@ def _may_complete(piece: str, stop: str) -> bool:
     """
     last = stop[-1]
     return last in piece or last.isspace() or not piece or "\ufffd" in piece
-
-
-def rows_per_tile(base: BaseModel) -> int:
-    """Rows decoded together: many for a small model, fewer for a large one.
-
-    A row that nobody occupies still costs its share of the forward pass, which only
-    a small model can afford.
-    """
-    return 64 if base.is_small else 32
-
-
-@torch.inference_mode()
-def interchangeable_sizes(base: BaseModel, largest: int) -> list[int]:
-    """Numbers of rows whose passes agree bit for bit with those of ``largest``.
-
-    Halves ``largest`` as long as a trial pass gives the same logits to the last
-    digit. Which kernels a shape gets depends on the machine, so it is asked, not
-    assumed; where no smaller size agrees, every pass runs on ``largest`` rows.
-    """
-    generator = torch.Generator().manual_seed(0)
-    shape = (largest, 3)
-    tokens = torch.randint(base.vocab_size, shape, generator=generator)
-    tokens = tokens.to(base.sampling.device)
-
-    def trial(rows: int) -> Tensor:
-        # A multi-token and a one-token pass: both shapes occur while decoding.
-        cache = DynamicCache(config=base.sampling.config)
-        base.sampling(input_ids=tokens[:rows, :2], cache=cache, use_cache=True)
-        one = base.sampling(input_ids=tokens[:rows, 2:], cache=cache, use_cache=True)
-        logits: Tensor = one.logits[:, -1]
-        return logits
-
-    reference = trial(largest)
-    sizes = [largest]
-    while sizes[0] % 2 == 0 and sizes[0] > SMALLEST_PASS:
-        half = sizes[0] // 2
-        if not torch.equal(trial(half), reference[:half]):
-            break
-        sizes.insert(0, half)
-    return sizes
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
-
-
-def _tensor(layer: object, name: str) -> Tensor:
-    value = getattr(layer, name, None)
-    if not isinstance(value, Tensor):
-        raise RuntimeError("only models with full attention in every layer can sample")
-    return value

@@ -1,0 +1,104 @@
+"""Which forward pass decodes a model's tokens, and on how many rows.
+
+Everything here is asked of the model and the machine by a trial when the model is
+loaded, and stays the same from then on: float32 results may change in the last digits
+with the pass or the shape of a batch, and one changed digit can change a sampled token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from .llama import LlamaPass
+from .loading import BaseModel
+from .slots import CAPACITY_STEP, SlotCache, read_prompt
+
+SMALLEST_PASS = 16  # rows; below this another kernel is sure to be chosen
+TRIAL_TOKENS = 3  # a row, of which the last one's logits are compared
+AGREEMENT = 5e-5  # of log-probabilities, between a lean pass and the model's own,
+AGREEMENT_SHARE = 1e-5  # and of unlikely tokens' this share: float32 has no more
+
+OneTokenPass = Callable[[Tensor, Tensor, Tensor, SlotCache], Tensor]
+"""Feeds one token a row: ids, [rows]; positions, [rows, 1]; the additive mask,
+[rows, 1, 1, length]; and the cache that it writes to. Returns logits, [rows,
+vocabulary]."""
+
+
+def model_pass(model: PreTrainedModel) -> OneTokenPass:
+    """The model's own forward pass, of any architecture."""
+
+    def run(
+        tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache
+    ) -> Tensor:
+        output = model(
+            input_ids=tokens.unsqueeze(1),
+            attention_mask=mask,
+            position_ids=positions,
+            cache=cache,
+            use_cache=True,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    return run
+
+
+@torch.inference_mode()
+def one_token_pass(base: BaseModel) -> OneTokenPass:
+    """The lean pass for a plain Llama, if it agrees with the model's own; else that."""
+    own = model_pass(base.sampling)
+    try:
+        lean = LlamaPass(base.sampling)
+    except ValueError:
+        return own
+    expected = _trial(base, own, rows_per_tile(base)).log_softmax(-1)
+    found = _trial(base, lean, rows_per_tile(base)).log_softmax(-1)
+    agree = torch.allclose(found, expected, rtol=AGREEMENT_SHARE, atol=AGREEMENT)
+    return lean if agree else own
+
+
+def rows_per_tile(base: BaseModel) -> int:
+    """Rows decoded together: many for a small model, fewer for a large one.
+
+    A row that nobody occupies still costs its share of the forward pass, which only
+    a small model can afford.
+    """
+    return 64 if base.is_small else 32
+
+
+@torch.inference_mode()
+def interchangeable_sizes(
+    base: BaseModel, one_token: OneTokenPass, largest: int
+) -> list[int]:
+    """Numbers of rows whose passes agree bit for bit with those of ``largest``.
+
+    Halves ``largest`` as long as a trial pass gives the same logits to the last
+    digit. Which kernels a shape gets depends on the machine, so it is asked, not
+    assumed; where no smaller size agrees, every pass runs on ``largest`` rows.
+    """
+    reference = _trial(base, one_token, largest)
+    sizes = [largest]
+    while sizes[0] % 2 == 0 and sizes[0] > SMALLEST_PASS:
+        half = sizes[0] // 2
+        if not torch.equal(_trial(base, one_token, half), reference[:half]):
+            break
+        sizes.insert(0, half)
+    return sizes
+
+
+def _trial(base: BaseModel, one_token: OneTokenPass, rows: int) -> Tensor:
+    """Logits of the last of a few tokens, the same ones for a row at any ``rows``."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (TRIAL_TOKENS, SMALLEST_PASS * 64)
+    tokens = torch.randint(base.vocab_size, shape, generator=generator)
+    tokens = tokens.to(base.sampling.device)
+    cache = SlotCache(rows, CAPACITY_STEP, read_prompt(base.sampling, (0,)))
+    logits = torch.empty(0)
+    for position in range(TRIAL_TOKENS):
+        positions, mask = cache.open([position] * rows)
+        logits = one_token(tokens[position, :rows], positions, mask, cache)
+    return logits
