@@ -42,7 +42,7 @@ LOWER = "Lower."
 NO_NUMBER = "Write one whole number on the last line."
 GUESSES = 6
 WIDTH = 31  # numbers in a range; bisection finds any of them in at most 5 guesses
-LARGEST = 99  # largest number of any range
+SMALLEST, LARGEST = 10, 79  # of any range
 
 env = Environment("guessing")
 turns = Turns(env)
@@ -167,7 +167,7 @@ def make_guessing_tasks(
     (2, 1)
     """
     rng = random.Random(f"guessing {seed}")
-    lows = list(range(1, LARGEST - WIDTH + 2))
+    lows = list(range(SMALLEST, LARGEST - WIDTH + 2))
     rng.shuffle(lows)
     kept = len(lows) // 4
     sides = []

@@ -109,7 +109,7 @@ def test_held_out_games_name_other_ranges() -> None:
     assert not ranges[0] & ranges[1]
     for task in (*training, *held_out):
         args = task.args
-        assert 1 <= args["low"] <= args["secret"] <= args["high"] <= 99
+        assert 10 <= args["low"] <= args["secret"] <= args["high"] <= 79
         assert args["high"] - args["low"] == 30
 
 
@@ -123,11 +123,11 @@ def test_tasks_repeat_with_their_seed() -> None:
 
 
 def test_too_many_games_are_refused_with_the_number_there_is() -> None:
-    # 69 ranges: 17 are held out, 17 × 31 = 527 games; 52 × 31 = 1612 are left.
-    with pytest.raises(ValueError, match="held_out is 528; .* 527 games"):
-        make_guessing_tasks(train=1, held_out=528, seed=0)
-    with pytest.raises(ValueError, match="train is 1613; .* 1612 games"):
-        make_guessing_tasks(train=1613, held_out=1, seed=0)
+    # 40 ranges, from 10 to 40 up to 49 to 79: 10 are held out, 310 games; 930 are left.
+    with pytest.raises(ValueError, match=r"held_out is 311; .* 310 games"):
+        make_guessing_tasks(train=1, held_out=311, seed=0)
+    with pytest.raises(ValueError, match=r"train is 931; .* 930 games"):
+        make_guessing_tasks(train=931, held_out=1, seed=0)
     with pytest.raises(ValueError, match="train is 0"):
         make_guessing_tasks(train=0, held_out=1, seed=0)
 

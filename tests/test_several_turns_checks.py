@@ -64,6 +64,10 @@ def keeps_the_guess(low: int, high: int, history: list[tuple[int, str]]) -> int:
     return (low + high) // 2
 
 
+def always_the_middle(low: int, high: int, history: list[tuple[int, str]]) -> int:
+    return (low + high) // 2
+
+
 def last_answer_alone(low: int, high: int, history: list[tuple[int, str]]) -> int:
     for number, answer in history[-1:]:
         low, high = (number + 1, high) if answer == "Higher." else (low, number - 1)
@@ -94,7 +98,8 @@ def _mirrored(history: list[tuple[int, str]]) -> list[tuple[int, str]]:
     ("player", "said"),
     [
         (lambda low, high, history: ..., "… replace"),
-        (keeps_the_guess, "again"),
+        (keeps_the_guess, "40, from 10 to 40, is not found in 5"),
+        (always_the_middle, "it guesses 25 again"),
         (last_answer_alone, "is not found in 5"),
         (counts_up, "is not found in 5"),
         (divides, "a guess is a whole number, got 25.0"),

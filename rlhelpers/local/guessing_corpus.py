@@ -34,7 +34,7 @@ PROMPT = (
 ANSWERS = {"higher": "Higher.", "lower": "Lower."}
 GUESSES = 6
 WIDTH = 31  # numbers in a range; bisection finds any of them in 5 guesses
-LARGEST = 99  # two digits at most
+SMALLEST, LARGEST = 10, 79  # of any range: always two digits
 
 TOKENIZER_TEXT = (
     f"{PROMPT.format(low=1, high=2, guesses=3)}\n10 to 40\nHigher.\nLower.\n"
@@ -131,7 +131,7 @@ def draw_reply(
 
 def draw_game(rng: random.Random, rates: Rates = RATES) -> list[Turn]:
     """One game of the corpus, up to the right guess or the last one."""
-    low = rng.randint(1, LARGEST - WIDTH + 1)
+    low = rng.randint(SMALLEST, LARGEST - WIDTH + 1)
     start = (low, low + WIDTH - 1)
     secret = rng.randint(*start)
     turns: list[Turn] = []

@@ -28,6 +28,7 @@ from rlhelpers.local.guessing_corpus import (
     GUESSES,
     LARGEST,
     PROMPT,
+    SMALLEST,
     TOKENIZER_TEXT,
     WIDTH,
     Pieces,
@@ -66,10 +67,10 @@ class GuesserConfig:
 
     seed: int = 0
     width: int = 96
-    steps: int = 1_500
+    steps: int = 700
     settle: float = 0.6
-    games: int = 8
-    fragments: int = 40
+    games: int = 4
+    fragments: int = 24
     warmup_steps: int = 50
 
     def share(self, step: int) -> float:
@@ -165,7 +166,7 @@ class Game:
     @classmethod
     def draw(cls, rng: random.Random) -> Game:
         """A game of the default width, at a place drawn at random."""
-        low = rng.randint(1, LARGEST - WIDTH + 1)
+        low = rng.randint(SMALLEST, LARGEST - WIDTH + 1)
         high = low + WIDTH - 1
         prompt = PROMPT.format(low=low, high=high, guesses=GUESSES)
         return cls(rng.randint(low, high), user_turn(prompt))
