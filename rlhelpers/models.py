@@ -149,7 +149,7 @@ _PRESETS = (
         operands=(1, 99),  # its numbers: it guesses one, and multiplies nothing
         max_tokens=16,  # of one reply; a game takes up to six
         context=1024,
-        steps=20,
+        steps=15,
     ),
     ModelPreset(
         name="smollm2-135m",

@@ -157,6 +157,11 @@ async def open_turns(run: Run) -> AsyncIterator[Say]:
     try:
         yield say
     finally:
+        # Both ends close before HUD ends the tunnel between them: what it has to cut
+        # off, asyncio reports as an error.
+        with contextlib.suppress(ConnectionError):
+            writer.write_eof()
+            await reader.read()
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
