@@ -169,7 +169,7 @@ async def main(arguments: Sequence[str] | None = None) -> None:
     """Run the seeds one after another."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--held-out", type=int, default=300)
+    parser.add_argument("--held-out", type=int, default=128)
     parser.add_argument("--split-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--learning-rate", type=float, default=None)
