@@ -100,11 +100,12 @@ class Game:
         """
         if self.over:
             raise ValueError(f"the game is over after {len(self.guesses)} guesses")
-        number = parse_final_integer(reply)
-        self.guesses.append(number if isinstance(number, int) else None)
-        if self.over:
+        read = parse_final_integer(reply)
+        number = read if isinstance(read, int) else None
+        self.guesses.append(number)
+        if number == self.secret or len(self.guesses) == GUESSES:
             return None
-        if not isinstance(number, int):
+        if number is None:
             return NO_NUMBER
         return HIGHER if self.secret > number else LOWER
 
