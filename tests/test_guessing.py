@@ -207,7 +207,7 @@ def test_a_careless_digit_is_likely_careless_and_not_always() -> None:
         guessing_corpus.draw_reply(last, (10, 40), rng)[:2] == (10, 40)
         for _ in range(2000)
     )
-    assert 0.66 < stale / 2000 < 0.74
+    assert 0.61 < stale / 2000 < 0.69
 
 
 def test_only_replies_are_learnt() -> None:

@@ -247,7 +247,7 @@ def table(
 
 
 def evaluate_folder(
-    folder: Path, record: Path | None = None, count: int = 1_000, seed: int = 0
+    folder: Path, record: Path | None = None, count: int = 300, seed: int = 0
 ) -> None:
     """Print the model card's numbers for the model in a folder.
 
