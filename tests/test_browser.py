@@ -50,7 +50,6 @@ SMALLER: dict[str, dict[str, Any]] = {
     "04_full_run": {"STEPS": 7, "EVALUATION_TASKS": 16, "INTERRUPT_AFTER": 5},
     "05_before_and_after": {"EVALUATION_TASKS": 8},
     "06_checkpoints": {"STEPS": 4, "EVALUATION_TASKS": 8},
-    "09_several_turns": {"STEPS": 2, "EVALUATION_TASKS": 8},
     "10_reward_design": {"STEPS": 2, "EVALUATION_TASKS": 8},
 }
 PICTURED = "04_full_run"  # at its defaults where pictures are asked for

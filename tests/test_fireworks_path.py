@@ -537,7 +537,6 @@ def test_notebook_04_runs_on_the_paid_backend(account: Path, events: list[str]) 
         ("03_one_update", {}),
         ("05_before_and_after", {"RANGES": [[10, 99], [100, 300]]}),
         ("06_checkpoints", {"STEPS": 4}),
-        ("09_several_turns", {}),
         ("10_reward_design", {}),
     ],
 )

@@ -44,11 +44,6 @@ from rlhelpers.checks.reward_design import (
     check_reward,
     labelled_replies,
 )
-from rlhelpers.checks.several_turns import (
-    check_episode_rows,
-    check_lucky_waste,
-    check_player,
-)
 
 __all__ = [
     "REMEDIES",
@@ -61,16 +56,13 @@ __all__ = [
     "check_checkpoint_kinds",
     "check_datum_rows",
     "check_decisions",
-    "check_episode_rows",
     "check_flat_groups",
     "check_flat_share",
     "check_grader",
     "check_group_size",
-    "check_lucky_waste",
     "check_mcnemar",
     "check_missing_case",
     "check_on_policy_loss",
-    "check_player",
     "check_remedies",
     "check_resume_plan",
     "check_reward",
