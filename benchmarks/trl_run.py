@@ -17,7 +17,9 @@ one line a step. It samples with ``generate`` in this process: its faster sample
 a GPU.
 
 What is timed is the training call alone, without loading and evaluation. Ours then
-includes SDK, HTTP, HUD, metrics, rollouts on disk and six checkpoints.
+includes SDK, HTTP, HUD, metrics, rollouts on disk and six checkpoints. It runs twice:
+with the service in the same process, as in a notebook, and with the service apart
+(``python -m rlhelpers.local``), where HUD, agents and SDK do not take turns with it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,14 @@ from typing import Any
 import torch
 from hud.eval.task import Task
 from peft import LoraConfig
-from side_by_side import Timing, print_table, ratio, verdict, where
+from side_by_side import (
+    Timing,
+    print_table,
+    ratio,
+    service_apart,
+    verdict,
+    where,
+)
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -60,6 +70,7 @@ from rlhelpers.preflight import load_tokenizer
 from rlhelpers.sampling import end_token_ids, reply_text
 
 GOAL = 2.0
+OURS, APART = "ours", "ours, service apart"
 ALPHA = 32  # what the Fireworks SDK asks for
 
 
@@ -124,12 +135,13 @@ def message(task: Task) -> list[dict[str, str]]:
 # -- our side ---------------------------------------------------------------------
 
 
-async def run_ours(work: Work, seed: int) -> SideResult:
+async def run_ours(work: Work, seed: int, *, apart: bool) -> SideResult:
     """Train and evaluate through SDK, HTTP and HUD."""
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        service_apart() if apart else nullcontext({}) as service,
         connect(
-            model=work.preset.name, runs_dir=folder, seed=seed, quiet=True
+            model=work.preset.name, runs_dir=folder, seed=seed, quiet=True, **service
         ) as session,
     ):
         # Both sides start with the model in memory.
@@ -139,7 +151,7 @@ async def run_ours(work: Work, seed: int) -> SideResult:
         seconds = time.perf_counter() - started
         after = await evaluate(session, work.held_out, sampler=result.sampler)
     return SideResult(
-        "ours",
+        APART if apart else OURS,
         1,
         seconds,
         sum(row.sampled_tokens for row in result.metrics),
@@ -298,8 +310,9 @@ def count_correct(model: Any, work: Work) -> int:
 def run_side(options: argparse.Namespace) -> None:
     """What a side's process does."""
     work = Work.of(options)
-    if options.side == "ours":
-        result = asyncio.run(run_ours(work, options.seed))
+    if options.side in (OURS, APART):
+        apart = options.side == APART
+        result = asyncio.run(run_ours(work, options.seed, apart=apart))
     else:
         result = run_trl(work, options.seed, options.threads[0])
     options.result.write_text(json.dumps(dataclasses.asdict(result)))
@@ -309,7 +322,7 @@ def start_side(
     side: str, threads: int, options: argparse.Namespace
 ) -> tuple[SideResult, float]:
     """Run a side in a process; its result, and the process's whole wall time."""
-    python = sys.executable if side == "ours" else options.trl_python
+    python = options.trl_python if side == "TRL" else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         names = ("steps", "tasks", "group", "max_tokens", "held_out", "seed", "model")
@@ -330,18 +343,16 @@ def start_side(
         )
         seconds = time.perf_counter() - started
         if done.returncode:
-            hint = "" if side == "ours" else " (see benchmarks/requirements-trl.txt)"
+            hint = " (see benchmarks/requirements-trl.txt)" if side == "TRL" else ""
             raise SystemExit(f"{done.stdout}\nthe side {side!r} failed{hint}")
         return SideResult(**json.loads(result.read_text())), seconds
 
 
 def compare(options: argparse.Namespace) -> None:
     """Run the sides in turn and print the report."""
-    sides = {"ours": ("ours", 1)} | {
-        f"TRL, {count} threads": ("TRL", count) for count in options.threads
-    }
-    if options.only_ours:
-        sides = {"ours": ("ours", 1)}
+    sides = {OURS: (OURS, 1), APART: (APART, 1)}
+    if not options.only_ours:
+        sides |= {f"TRL, {count} threads": ("TRL", count) for count in options.threads}
     results: dict[str, list[tuple[SideResult, float]]] = {name: [] for name in sides}
     for number in range(options.rounds):
         for name in list(sides) if number % 2 == 0 else list(reversed(sides)):
@@ -357,7 +368,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def report(results: dict[str, list[tuple[SideResult, float]]]) -> None:
-    """Print medians and ratios; ours comes first."""
+    """Print medians and ratios."""
     print(where())
     for name, runs in results.items():
         print(f"{name}: {runs[0][0].versions}")
@@ -376,12 +387,13 @@ def report(results: dict[str, list[tuple[SideResult, float]]]) -> None:
     times = {
         name: [Timing(r.seconds, 1) for r, _ in runs] for name, runs in results.items()
     }
-    ours, *rivals = times
-    ratios = {name: ratio(times[ours], times[name]) for name in rivals}
-    for name, value in ratios.items():
-        print(f"time of {name} over ours: {value}")
-    if ratios:
-        print(verdict(GOAL, min(value.median for value in ratios.values())))
+    rivals = [name for name in times if name not in (OURS, APART)]
+    for ours in (OURS, APART):
+        ratios = {name: ratio(times[ours], times[name]) for name in rivals}
+        for name, value in ratios.items():
+            print(f"time of {name} over {ours}: {value}")
+        if ratios:
+            print(verdict(GOAL, min(value.median for value in ratios.values())))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -401,7 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--held-out", type=int, default=128)
     parser.add_argument("--only-ours", action="store_true", help="without TRL")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--side", choices=("ours", "TRL"), help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=(OURS, APART, "TRL"), help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -6,6 +6,7 @@ modules; every concept lives in the file that bears its name.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import warnings
@@ -34,7 +35,25 @@ def _keep_hud_telemetry_local() -> None:
             loaded.settings.telemetry_local_dir = str(spans)
 
 
+def _import_jsonschema_without_iris() -> None:
+    """Spare every kernel the grammar that jsonschema builds for a format of text.
+
+    HUD imports jsonschema, and that builds a parser of internationalised web addresses
+    where one is installed. It takes a fifth of all that importing this package takes,
+    and nothing here checks that format. Without the parser jsonschema leaves it out.
+    """
+    parser = "rfc3987_syntax"
+    if parser in sys.modules or "jsonschema" in sys.modules:
+        return
+    sys.modules[parser] = None  # type: ignore[assignment]  # importing it fails
+    try:
+        importlib.import_module("jsonschema")
+    finally:
+        del sys.modules[parser]
+
+
 _keep_hud_telemetry_local()
+_import_jsonschema_without_iris()
 # Dependencies import tqdm's notebook bars, which warn where ipywidgets is missing; ours
 # are text and need none.
 warnings.filterwarnings("ignore", message="IProgress not found")

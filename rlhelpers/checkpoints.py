@@ -277,8 +277,8 @@ class PromotedModel:
         """Read the service's answer; ``output`` names the model if it does not.
 
         Example:
-            >>> PromotedModel.from_row({"state": "READY"}, "mine").name
-            'mine'
+            >>> PromotedModel.from_row({"state": "READY"}, "accounts/a/models/m").name
+            'accounts/a/models/m'
         """
         folder = row.get("localFolder")
         return cls(

@@ -4,6 +4,7 @@
     python -m rlhelpers train --steps 10
     python -m rlhelpers evaluate --resume-from runs/full-run-…
     python -m rlhelpers diagnose runs/full-run-…
+    python -m rlhelpers sessions --release
 
 Exit codes: 0 done; 1 stopped half way, or ``diagnose`` found something; 2 refused
 before anything was sent, with the value and the remedy; 130 interrupted.
@@ -29,6 +30,7 @@ from rlhelpers.commands import (
     diagnose_command,
     evaluate_command,
     plain_text,
+    sessions_command,
     train_command,
 )
 from rlhelpers.models import BACKENDS, PRESETS
@@ -88,6 +90,9 @@ def _complain(message: str) -> None:
 def _dispatch(command: str, given: dict[str, Any]) -> int:
     if command == "diagnose":
         return int(diagnose_command(given["run"]))
+    if command == "sessions":
+        sessions_command(given.get("runs_dir", "runs"), given.get("release"))
+        return 0
     settings, folder = read_settings(given)
     changed = changed_settings(given, folder) if folder is not None else []
     if command == "calibrate":
@@ -144,6 +149,21 @@ def _parser() -> argparse.ArgumentParser:
     diagnosing = add("diagnose", "Say what looks wrong in a run, from its files alone.")
     diagnosing.add_argument(
         "run", metavar="RUN", help="the run's folder, finished or not"
+    )
+
+    listing = add(
+        "sessions",
+        "List sessions at Fireworks that were never given back, or end them.",
+    )
+    listing.add_argument(
+        "--runs-dir", metavar="DIR", help="as for train (default: runs)"
+    )
+    listing.add_argument(
+        "--release",
+        nargs="*",
+        metavar="ID",
+        help="end these sessions; without an id those whose process is gone, except "
+        "the ones that were left open on purpose. Their sampler checkpoints go",
     )
     return parser
 
@@ -323,6 +343,19 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps between measurements of the KL to the base model; 0 is never "
         "(default: 5 locally; never on fireworks, where its tokens are paid for)",
+    )
+    group.add_argument(
+        "--kl-coefficient",
+        type=float,
+        metavar="X",
+        help="holds the policy near the base model, which then reads every trained "
+        "rollout once more (default: 0, off)",
+    )
+    group.add_argument(
+        "--updates-per-batch",
+        type=int,
+        metavar="N",
+        help="optimizer steps on each batch; above 1 prefer ppo or cispo (default: 1)",
     )
     _add_held_out(group)
     group.add_argument(

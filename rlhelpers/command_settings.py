@@ -51,6 +51,8 @@ _TRAINING = (
     "loss_fn",
     "checkpoint_every",
     "kl_every",
+    "kl_coefficient",
+    "updates_per_batch",
 )
 _NOT_KEPT = ("run_dir", "debug_samples")
 _OPERANDS = {"MIN_OPERAND": "--min-a, --min-b", "MAX_OPERAND": "--max-a, --max-b"}
@@ -93,6 +95,8 @@ class Settings:
     loss_fn: str | None = None
     checkpoint_every: int | None = None
     kl_every: int | None = None
+    kl_coefficient: float | None = None
+    updates_per_batch: int | None = None
     require_update: bool | None = None
     eval_before: bool | None = None
     fixed_tasks: bool | None = None
@@ -157,6 +161,8 @@ class Settings:
             loss_fn=self.loss_fn,
             checkpoint_every=self.checkpoint_every,
             kl_every=self.kl_every,
+            kl_coefficient=self.kl_coefficient,
+            updates_per_batch=self.updates_per_batch,
             require_update=self.require_update,
             seed=self.seed,
         )

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
+import httpx
+from fireworks.training.sdk import FireworksClient
 from hud.utils.exceptions import HudException
 
 from rlhelpers.analysis import OutcomeTable, compare_before_after, summarize_outcomes
@@ -28,6 +30,13 @@ from rlhelpers.metrics import (
     RolloutRecord,
     read_resume_state,
     read_rollouts,
+)
+from rlhelpers.open_sessions import SessionNotes, release
+from rlhelpers.preflight import (
+    api_root,
+    find_key,
+    fireworks_url,
+    host_of,
 )
 from rlhelpers.refusals import ServiceRefused
 from rlhelpers.runs import FULL_RUN
@@ -283,7 +292,7 @@ def train_command(settings: Settings, folder: Path | None) -> None:
         settings,
         training.tasks,
         rollouts=training.all_rollouts,
-        datums=training.trained_rollouts,
+        datums=training.trained_rollouts * config.updates_per_batch,
         forwards=config.kl_rollouts,
         max_tokens=config.max_tokens,
         checkpoint=checkpoint,
@@ -502,6 +511,49 @@ def diagnose_command(run_dir: str) -> bool:
     return bool(diagnosis.findings)
 
 
+# Sessions
+
+
+def sessions_command(runs_dir: str, wanted: list[str] | None) -> None:
+    """List the sessions that are noted as open, and end some of them.
+
+    Args:
+        runs_dir: The runs folder, which holds the notes.
+        wanted: Ids to end; empty for those whose process is gone; None ends none.
+
+    Raises:
+        ValueError: An id that no note has; nothing was sent.
+        MissingKey: Something is to be ended, and there is no key.
+        Stopped: The service refused to end one.
+    """
+    notes = SessionNotes(Path(runs_dir) / "sessions")
+    url = fireworks_url(None)
+    found = notes.all()
+    for session in found:
+        _say(str(session))
+    if not found:
+        _say(f"no session of {runs_dir} is open")
+    if wanted is None:
+        return
+    here = {session.session_id: session for session in notes.all(host_of(url))}
+    if unknown := [name for name in wanted if name not in here]:
+        raise ValueError(
+            f"no session {', '.join(unknown)} of {host_of(url)} is noted in "
+            f"{notes.folder}; noted are {', '.join(here) or 'none'}"
+        )
+    chosen = [here[name] for name in wanted] or notes.stale(host_of(url))
+    if not chosen:
+        _say("none to end: no process that opened one is gone")
+        return
+    key = find_key(None)
+    try:
+        with FireworksClient(api_key=key, base_url=api_root(url)) as client:
+            ended = release(client, notes, chosen)
+    except (RuntimeError, httpx.HTTPError) as error:
+        raise Stopped(f"not all were ended: {error}") from error
+    _say(f"ended {', '.join(ended)}")
+
+
 # Printing
 
 
@@ -544,11 +596,8 @@ def _print_samples(records: Sequence[RolloutRecord]) -> None:
 
 
 def _report_usage(session: TrainingSession) -> None:
-    used = session.usage.counts
-    _say(
-        f"tokens     {used.prefill:,} read, {used.sampled:,} sampled, "
-        f"{used.trained:,} trained"
-    )
+    if session.preset.backend == "local":  # elsewhere the session says so as it closes
+        _say(f"\n{session.usage_report}")
 
 
 def plain_text(markdown: str) -> str:

@@ -3,8 +3,9 @@
 KL(policy ‖ base) is the mean, over what the policy says, of how much more probable the
 policy finds it than the base model does. A step's rollouts are what the policy says,
 and their log-probabilities under the policy are known; one forward pass of the frozen
-base model gives the other half. GRPO as this course runs it has no KL term in its loss,
-so the number is watched and steers nothing.
+base model gives the other half. GRPO as this course runs it has no KL term by default,
+so the number is watched and steers nothing. :func:`add_kl_penalty` is the option that
+lets it steer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from fireworks.training.sdk import Datum
 
 from rlhelpers.datums import check_run, make_scoring_datum, whole_text
 
@@ -74,8 +76,9 @@ async def measure_kl(session: TrainingSession, runs: Sequence[Any]) -> float:
     texts = [whole_text(sample) for sample in samples]
     datums = [make_scoring_datum(tokens[:1], tokens[1:]) for tokens, _ in texts]
     client = await asyncio.to_thread(session.reference)
-    future = await client.forward_async(datums, "cross_entropy")
-    output = await future.result_async()
+    with session.waits.operation("the base model's pass", polls=True):
+        future = await client.forward_async(datums, "cross_entropy")
+        output = await future.result_async()
     policy: list[float] = []
     base: list[float] = []
     for sample, (_, sampled), scored in zip(
@@ -85,3 +88,94 @@ async def measure_kl(session: TrainingSession, runs: Sequence[Any]) -> float:
         # Position i predicts token i + 1; the others predict what was only read.
         base += scored["logprobs"].to_numpy()[np.array(sampled[1:])].tolist()
     return kl_per_token(policy, base)
+
+
+# -- a penalty that holds the policy ------------------------------------------------
+
+
+def kl_penalised(
+    datums: Sequence[Datum],
+    base_logprobs: Sequence[np.ndarray],
+    coefficient: float,
+) -> list[Datum]:
+    """Fold a KL penalty into the advantages, token by token.
+
+    The service's losses have no KL term, and need none: each trained token's advantage
+    becomes A + β·(mean − d), where d is its log-probability under the policy minus that
+    under the base, and the mean is over all trained tokens of the batch. On-policy the
+    expected gradient of the added term is −β times that of the KL at each token, the
+    text before it taken as given; the mean is a baseline, which only takes out noise.
+    So it is done in Tinker's cookbook (``incorporate_kl_penalty``); verl subtracts β·d
+    from the rewards instead (``use_kl_in_reward``), and TRL and the GRPO paper add a
+    k3 term to the loss (``beta``).
+
+    Args:
+        datums: A batch as :func:`~rlhelpers.datums.make_training_batch` builds it.
+        base_logprobs: For each datum, the base model's log-probabilities of its
+            targets.
+        coefficient: β, in units of advantage per nat.
+
+    Returns:
+        New datums; masked positions keep advantage 0.
+
+    Raises:
+        ValueError: There are not as many of the one as of the other.
+
+    >>> from rlhelpers.datums import make_datum
+    >>> datum = make_datum([1, 2], [3, 4], [-0.25, -0.5], 1.0)
+    >>> (held,) = kl_penalised([datum], [np.array([0.0, -1.25, -0.5])], 0.5)
+    >>> held.loss_fn_inputs["advantages"].tolist()  # d is 1 and 0, their mean 0.5
+    [0.0, 0.75, 1.25]
+    """
+    rows = [
+        _row(datum, base) for datum, base in zip(datums, base_logprobs, strict=True)
+    ]
+    gaps = [(sampled - base)[trained] for _, sampled, base, trained in rows]
+    mean = float(np.concatenate(gaps).mean()) if gaps else 0.0
+    penalised = []
+    for datum, (advantages, _, _, trained), gap in zip(datums, rows, gaps, strict=True):
+        weights = advantages.copy()
+        weights[trained] += coefficient * (mean - gap)
+        inputs = {**datum.loss_fn_inputs, "advantages": weights.tolist()}
+        penalised.append(Datum(model_input=datum.model_input, loss_fn_inputs=inputs))
+    return penalised
+
+
+def _row(
+    datum: Datum, base: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Advantages, log-probabilities under policy and base, and what is trained."""
+    fields = datum.loss_fn_inputs
+    advantages = fields["advantages"].to_numpy().astype(float)
+    sampled = fields["logprobs"].to_numpy().astype(float)
+    # Masked positions carry 0 in both rows. So does a token that was certain in a
+    # rollout of advantage 0, and that has no gradient either.
+    trained = (advantages != 0) | (sampled != 0)
+    return advantages, sampled, np.asarray(base, dtype=float), trained
+
+
+async def add_kl_penalty(
+    session: TrainingSession, datums: Sequence[Datum], coefficient: float
+) -> list[Datum]:
+    """Read a batch with the frozen base model and fold the KL into its advantages.
+
+    One forward pass of the base model over the batch, which counts as prefill.
+
+    Args:
+        session: An open session of the base model.
+        datums: The batch.
+        coefficient: See :func:`kl_penalised`.
+
+    Raises:
+        TokenLimitReached: The pass does not fit under the session's limit.
+    """
+    targets = [datum.loss_fn_inputs["target_tokens"] for datum in datums]
+    scoring = [
+        Datum(model_input=datum.model_input, loss_fn_inputs={"target_tokens": target})
+        for datum, target in zip(datums, targets, strict=True)
+    ]
+    client = await asyncio.to_thread(session.reference)
+    future = await client.forward_async(scoring, "cross_entropy")
+    output = await future.result_async()
+    base = [scored["logprobs"].to_numpy() for scored in output.loss_fn_outputs]
+    return kl_penalised(datums, base, coefficient)

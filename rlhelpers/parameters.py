@@ -60,10 +60,21 @@ def _is_number(value: Any) -> bool:
     return number and math.isfinite(value)
 
 
+def above_zero(value: Any) -> str | None:
+    """A rule: a number above 0."""
+    return None if _is_number(value) and value > 0 else "must be a number above 0"
+
+
 def _learning_rate(value: Any) -> str | None:
     if value is None or (_is_number(value) and value > 0):
         return None
     return "must be a number above 0, such as 6e-4, or None for the preset's value"
+
+
+def _coefficient(value: Any) -> str | None:
+    if value is None or (_is_number(value) and value >= 0):
+        return None
+    return "must be a number of at least 0, such as 0.1; 0 is off"
 
 
 def _backend(value: Any) -> str | None:
@@ -111,6 +122,8 @@ RULES: Mapping[str, Rule] = {
     "LEARNING_RATE": _learning_rate,
     "EVALUATION_TASKS": whole_number(1),
     "KL_EVERY": whole_number(0),
+    "KL_COEFFICIENT": _coefficient,
+    "UPDATES_PER_BATCH": whole_number(1),
     "INTERRUPT_AFTER": whole_number(1, or_none=False),
     "PROMOTED_NAME": _model_id,
     "TOKEN_LIMIT": whole_number(1),

@@ -24,6 +24,7 @@ from rlhelpers.analysis import (
     wilson_interval,
 )
 from rlhelpers.calibration import GroupSummary
+from rlhelpers.losses import TrainedTokens
 from rlhelpers.metrics import StepMetrics
 
 Range = tuple[int, int]
@@ -37,6 +38,11 @@ _PANELS = (
     ("entropy in nats per token", "entropy", ".3f"),
     ("KL to the base model in nats per token", "kl", ".4f"),
     ("loss per trained token", "loss_per_token", "+.3f"),
+)
+
+_FAILURES = (
+    ("invalid endings", "invalid_final_line"),
+    ("wrong integers", "wrong_integer"),
 )
 
 
@@ -212,7 +218,7 @@ def range_left_text(players: Mapping[str, Sequence[float]]) -> str:
 def logprob_changes_text(
     changes: Sequence[Sequence[float]], labels: Sequence[str]
 ) -> str:
-    """Mean and extremes of the changes, rollout by rollout."""
+    """Mean and extremes of the changes, rollout by rollout, in the order drawn."""
     shown = (
         f"{label}: mean {fmean(values):+.3f}, from {min(values):+.2f} to "
         f"{max(values):+.2f}"
@@ -223,6 +229,54 @@ def logprob_changes_text(
         f"Dots: change of log-probability of {total:,} tokens by one update, in nats. "
         f"{_listed(shown)}."
     )
+
+
+def losses_text(clip: tuple[float, float]) -> str:
+    """Where each loss pushes, at and beyond the clip bounds."""
+    low, high = clip
+    return (
+        f"Curves of loss and push of one token against its ratio from 0 to 2.2, for "
+        f"advantages of +1 and −1, clipped to {low:g} … {high:g}. At ratio 1 all three "
+        "losses push alike, with the advantage. importance_sampling pushes with ratio "
+        f"times advantage everywhere. ppo stops pushing up above {high:g} and down "
+        f"below {low:g}. cispo never stops: its weight is held at {low:g} below and "
+        f"at {high:g} above."
+    )
+
+
+def repeated_updates_text(histories: Mapping[str, Sequence[TrainedTokens]]) -> str:
+    """Clip share and ends of the ratios after the last update, loss by loss."""
+    shown = []
+    for name, history in histories.items():
+        low, high = history[-1].ends()
+        shown.append(
+            f"{name}, {len(history) - 1} updates: {history[-1].clip_share():.1%} of "
+            f"{len(history[-1].ratios):,} tokens outside the bounds, ratio "
+            f"{low:.3g} at the 1st and {high:.3g} at the 99th percentile"
+        )
+    return f"Lines: several updates on one batch. {_listed(shown)}."
+
+
+def runs_text(
+    runs: Mapping[str, Sequence[StepMetrics]], held_out: Mapping[str, float]
+) -> str:
+    """Of each run: outcomes at both ends, the last KL, and held-out accuracy."""
+    sentences = []
+    for heading, rows in runs.items():
+        words = f"{heading}, {_steps(rows)}"
+        for label, outcome in (("right", "correct"), *_FAILURES):
+            ends = (
+                f"{getattr(row, outcome) / row.valid_rollouts:.0%}"
+                for row in (rows[0], rows[-1])
+            )
+            words += f"; {label} {_listed(ends, between=' to ')}"
+        _, kl = _ends([row.kl for row in rows])
+        if kl is not None:
+            words += f"; KL to the base {kl:.3f} nats per token at last"
+        if heading in held_out:
+            words += f"; held-out accuracy, greedy, {held_out[heading]:.1%}"
+        sentences.append(words + ".")
+    return "Runs side by side. " + " ".join(sentences)
 
 
 def who_does_what_text(service: str) -> str:

@@ -9,6 +9,7 @@ outcome everywhere, and hatching marks the token limit, which overlaps the outco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -36,6 +37,7 @@ from rlhelpers.analysis import (
     wilson_interval,
 )
 from rlhelpers.calibration import GroupSummary
+from rlhelpers.losses import CLIP, TrainedTokens, token_losses, token_pushes
 from rlhelpers.metrics import StepMetrics
 
 #: One colour per meaning, in every plot and widget of the course.
@@ -49,6 +51,19 @@ COLORS: Mapping[str, str] = {
     "before": "#999999",
     "after": "#0072B2",
 }
+
+#: Below this log-probability a sampled token was no foregone conclusion: 90 %.
+UNSURE = math.log(0.9)
+
+
+#: Colour and dash of each of several runs or losses in one panel, told apart without
+#: colour too. None of these colours means an outcome.
+LINES: tuple[tuple[str, str], ...] = (
+    ("#000000", "-"),
+    ("#56B4E9", "--"),
+    ("#8C510A", ":"),
+    ("#B2ABD2", "-."),
+)
 
 
 class DescribedFigure(Figure):
@@ -375,7 +390,7 @@ def plot_group_signal(group_sizes: Sequence[int] = (4, 8, 16)) -> Figure:
         figure, (left, right) = _subplots(1, 2, figsize=(9, 3.4))
         left.plot(p, np.sqrt(p * (1 - p)), color=COLORS["reward"])
         left.set(title="How much a group's rewards differ", ylim=(0, 0.55))
-        left.set_ylabel("√(p (1 − p))")
+        left.set_ylabel("std. dev. of one reward, √(p (1 − p))")
         for style, size in zip(styles, group_sizes, strict=False):
             right.plot(
                 p,
@@ -395,12 +410,15 @@ def plot_group_signal(group_sizes: Sequence[int] = (4, 8, 16)) -> Figure:
 
 def plot_range_heatmap(
     cells: Mapping[tuple[tuple[int, int], tuple[int, int]], GroupSummary],
+    *,
+    framed: tuple[int, int] | None = None,
 ) -> Figure:
     """Mean reward and within-group spread over ranges of both operands.
 
     Args:
         cells: (range of a, range of b) → summary, as
             :func:`~rlhelpers.calibration.summarize_by_range` returns it.
+        framed: Draw a frame around the cells whose operands both lie in this range.
     """
     rows = sorted({a for a, _ in cells})
     columns = sorted({b for _, b in cells})
@@ -424,6 +442,8 @@ def plot_range_heatmap(
             )
             _heatmap(figure, panel, values, label=label, top=top)
             panel.set_title(f"{title} ({counts} groups per cell)")
+            if framed is not None:
+                _frame(panel, _indices(rows, framed), _indices(columns, framed))
             panel.set_xticks(range(len(columns)), [f"{lo}–{hi}" for lo, hi in columns])
             panel.set_yticks(range(len(rows)), [f"{lo}–{hi}" for lo, hi in rows])
             panel.set(xlabel="second operand b", ylabel="first operand a")
@@ -441,7 +461,8 @@ def plot_datum(
     """A datum, target by target: what is masked, and what is trained how hard.
 
     A masked target (advantage 0, the prompt) is grey; a trained one is green if it is
-    to become more likely and red if less. Under each token stand its advantage and the
+    to become more likely and orange if less, and framed where the policy was unsure
+    (its probability below 90 %). Under each token stand its advantage and the
     log-probability it was sampled with.
 
     Args:
@@ -465,7 +486,8 @@ def plot_datum(
         trained = sum(value != 0 for value in advantages)
         axes.set_title(
             f"{len(tokens)} targets: {len(tokens) - trained} masked (grey), {trained} "
-            "trained; below each: advantage, log-probability"
+            "trained (framed: probability below 90 %);\nbelow each: advantage, "
+            "log-probability"
         )
     return _finished(figure, texts.datum_text(tokens, advantages, logprobs))
 
@@ -513,7 +535,8 @@ def plot_logprob_changes(
     """What one update did to the log-probability of every sampled token.
 
     One row of dots per rollout, one dot per token; the vertical mark is the rollout's
-    mean. Colour tells which way the update pushed it.
+    mean. Rows are sorted by advantage, and colour tells which way the update pushed
+    them: where all went well, the green means lie right of 0 and the orange ones left.
 
     Args:
         changes: Per rollout, the change of each output token's log-probability (nats).
@@ -521,6 +544,10 @@ def plot_logprob_changes(
         labels: Per rollout, its name on the axis.
     """
     count = len(changes)
+    order = sorted(range(count), key=lambda i: -advantages[i])
+    changes = [changes[i] for i in order]
+    advantages = [advantages[i] for i in order]
+    labels = [labels[i] for i in order]
     with _style():
         figure, axes = _subplots(figsize=(9, 1.4 + 0.36 * count))
         axes.axvline(0, color="black", linewidth=1)
@@ -534,13 +561,143 @@ def plot_logprob_changes(
         axes.set_ylim(count - 0.4, -0.6)
         axes.set_xscale("symlog", linthresh=0.01)
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel("change of log-probability by one update (nats, symmetric log)")
+        axes.set_xlabel(
+            "← less likely     change of log-probability by one update "
+            "(nats, symmetric log)     more likely →"
+        )
         total = sum(len(values) for values in changes)
         axes.set_title(
-            f"{total} tokens of {count} rollouts: pushed up (green), down (red); "
-            "mark: mean"
+            f"{total:,} tokens of {count} rollouts: pushed up (green), down (orange); "
+            "mark: mean of the rollout"
         )
     return _finished(figure, texts.logprob_changes_text(changes, labels))
+
+
+def plot_losses(
+    *, clip: tuple[float, float] = CLIP, sampled_probability: float = 0.3
+) -> Figure:
+    """The three losses of one token against its ratio, and how hard each pushes.
+
+    Left for an advantage of +1, right for −1. Above the loss, below minus its gradient
+    with respect to the token's log-probability: above 0 the token is pushed up.
+
+    Args:
+        clip: Smallest and largest ratio of ppo and cispo.
+        sampled_probability: With which the token was sampled; the ratio ends where the
+            probability would be 1. Only the value of cispo depends on it.
+    """
+    ratios = np.linspace(0.02, 2.2, 400)
+    names = ("importance_sampling", "ppo", "cispo")
+    with _style():
+        figure, panels = _subplots(2, 2, figsize=(9, 5.4), sharex=True, sharey="row")
+        for (above, below), advantage in zip(panels.T, (1.0, -1.0), strict=True):
+            for name, (color, dash) in zip(names, LINES, strict=False):
+                style = {"color": color, "linestyle": dash, "linewidth": 2}
+                values = token_losses(
+                    name,
+                    ratios,
+                    advantage,
+                    sampled_logprobs=np.log(sampled_probability),
+                    clip=clip,
+                )
+                above.plot(ratios, values, label=name, **style)
+                pushes = token_pushes(name, ratios, advantage, clip=clip)
+                below.plot(ratios, pushes, **style)
+            for axes in (above, below):
+                axes.axvspan(*clip, color="#EEEEEE", zorder=0)
+                axes.axvline(1, color="#999999", linewidth=0.8)
+            above.set(title=f"advantage {advantage:+.0f}".replace("-", "−"))
+            above.set(ylabel="loss of the token")
+            below.set(ylabel="push on the token", xlabel="ratio, now / when sampled")
+        panels[0, 1].legend(loc="upper left")
+        figure.suptitle(f"One token, clipped to {clip[0]:g} … {clip[1]:g} (grey)")
+    return _finished(figure, texts.losses_text(clip))
+
+
+def plot_repeated_updates(histories: Mapping[str, Sequence[TrainedTokens]]) -> Figure:
+    """What several updates on one batch do to the ratios, for each loss.
+
+    Left the share of trained tokens outside the clip bounds, right the ratios that 1 %
+    of the tokens lie below and 1 % above, both against the updates taken.
+
+    Args:
+        histories: Loss → the batch's tokens before the first update, after it, and so
+            on.
+
+    Raises:
+        ValueError: There is nothing to plot.
+    """
+    if not histories or not all(histories.values()):
+        raise ValueError("no updates to plot: score the batch at least once")
+    with _style():
+        figure, (left, right) = _subplots(1, 2, figsize=(9.5, 3.6))
+        for (name, history), (color, dash) in zip(
+            histories.items(), LINES, strict=False
+        ):
+            taken = range(len(history))
+            style: Any = {"color": color, "linestyle": dash, "linewidth": 2}
+            left.plot(taken, [tokens.clip_share() for tokens in history], **style)
+            ends = np.array([tokens.ends() for tokens in history])
+            right.plot(taken, ends[:, 0], label=name, **style)
+            right.plot(taken, ends[:, 1], **style)
+        right.axhline(1, color="#999999", linewidth=0.8)
+        right.set_yscale("log")
+        left.yaxis.set_major_formatter(PercentFormatter(1))
+        left.set_ylim(0, None)
+        left.set(ylabel=f"tokens outside {CLIP[0]:g} … {CLIP[1]:g}")
+        right.set(ylabel="ratio, 1st and 99th percentile")
+        for axes in (left, right):
+            axes.set_xlabel("updates taken on the batch")
+            axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        right.legend(loc="lower left")
+        count = len(next(iter(histories.values()))[0].ratios)
+        figure.suptitle(f"Several updates on one batch of {count:,} trained tokens")
+    return _finished(figure, texts.repeated_updates_text(histories))
+
+
+def plot_runs(
+    runs: Mapping[str, Sequence[StepMetrics]],
+    *,
+    held_out: Mapping[str, float] | None = None,
+) -> Figure:
+    """Several runs side by side: form, arithmetic and, where measured, the KL.
+
+    Three panels with one line per run: the share of rollouts that is right (diamonds:
+    greedy held-out accuracy at the end), the share whose ending is invalid, and among
+    valid endings the share of wrong integers. A fourth where the KL was measured.
+
+    Args:
+        runs: Heading → rows of the run's ``metrics.jsonl``.
+        held_out: Heading → held-out accuracy after the run, 0 to 1.
+
+    Raises:
+        ValueError: There is no run to plot, or a run without steps.
+    """
+    if not runs:
+        raise ValueError("no runs to plot: train at least once")
+    measured = any(row.kl is not None for rows in runs.values() for row in rows)
+    drawn = RUN_PANELS if measured else RUN_PANELS[:-1]
+    with _style():
+        figure, panels = _subplots(1, len(drawn), figsize=(3.4 * len(drawn), 3.6))
+        for (heading, rows), (color, dash) in zip(runs.items(), LINES, strict=False):
+            steps = _steps(rows)
+            for axes, (label, value) in zip(panels, drawn, strict=True):
+                values = np.array([value(row) for row in rows], dtype=float)
+                known = ~np.isnan(values)
+                style: Any = {"color": color, "linestyle": dash, **_line_style(steps)}
+                axes.plot(steps[known], values[known], label=heading, **style)
+                axes.set_ylabel(label)
+                _step_axis(axes, steps)
+            if held_out and heading in held_out:
+                end = (steps[-1] + 0.5, held_out[heading])
+                panels[0].plot(*end, "D", color=color, markersize=7, clip_on=False)
+        for axes in panels[:3]:
+            axes.set_ylim(-0.02, 1.02)
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
+        panels[0].legend(loc="lower left")
+        counts = dict.fromkeys(_counts(rows) for rows in runs.values())
+        figure.suptitle(f"{len(runs)} runs, each of {' or '.join(counts)}")
+    return _finished(figure, texts.runs_text(runs, held_out or {}))
 
 
 def plot_who_does_what(*, backend: str = "local") -> Figure:
@@ -553,11 +710,11 @@ def plot_who_does_what(*, backend: str = "local") -> Figure:
     boxes = (
         (
             "HUD",
-            "defines tasks and graders\nruns the rollouts\nreturns rewards, traces",
+            "defines tasks and graders\nruns the rollouts\nreturns rewards",
         ),
         (
             "this course",
-            "renders prompts, samples\nturns rewards into\nadvantages, datums",
+            "renders prompts,\nturns rewards into\nadvantages and datums",
         ),
         (
             service,
@@ -786,6 +943,20 @@ def plot_reward_and_truth(
     return _finished(figure, texts.reward_and_truth_text(runs, held_out))
 
 
+def _wrong_among_valid(row: StepMetrics) -> float | None:
+    valid = row.correct + row.wrong_integer
+    return row.wrong_integer / valid if valid else None
+
+
+#: What plot_runs draws of a step: (label of the axis, value or None).
+RUN_PANELS: tuple[tuple[str, Callable[[StepMetrics], float | None]], ...] = (
+    ("right (diamond: held-out)", lambda row: row.correct / row.valid_rollouts),
+    ("invalid ending", lambda row: row.invalid_final_line / row.valid_rollouts),
+    ("wrong among valid endings", _wrong_among_valid),
+    ("KL to the base (nats per token)", lambda row: row.kl),
+)
+
+
 # Panels of the dashboard
 
 
@@ -956,6 +1127,21 @@ def _heatmap(
     figure.colorbar(image, ax=axes, label=label, shrink=0.9)
 
 
+def _indices(bands: Sequence[tuple[int, int]], within: tuple[int, int]) -> list[int]:
+    least, most = within
+    return [i for i, (lo, hi) in enumerate(bands) if least <= lo and hi <= most]
+
+
+def _frame(axes: Axes, rows: Sequence[int], columns: Sequence[int]) -> None:
+    """Frame a block of a heat map's cells, so that it shows on dark and on bright."""
+    if not rows or not columns:
+        return
+    corner = (columns[0] - 0.5, rows[0] - 0.5)
+    for color, width in (("white", 4.5), ("black", 2.0)):
+        size = (len(columns), len(rows))
+        axes.add_patch(Rectangle(corner, *size, fill=False, ec=color, lw=width))
+
+
 def _token_box(
     axes: Axes, column: int, row: int, token: str, advantage: float, logprob: float
 ) -> None:
@@ -965,6 +1151,9 @@ def _token_box(
     axes.add_patch(
         Rectangle((column + 0.03, row + 0.04), 0.94, 0.5, color=_pale(color), lw=0)
     )
+    if advantage and logprob < UNSURE:
+        corner = (column + 0.05, row + 0.06)
+        axes.add_patch(Rectangle(corner, 0.9, 0.46, fill=False, ec="black", lw=1.8))
     shown = token.replace("\n", "⏎").replace(" ", "␣")
     size = 9 if len(shown) <= 8 else 6.5
     centre = column + 0.5

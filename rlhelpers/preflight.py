@@ -124,11 +124,25 @@ class Banner:
         return f"| | |\n|---|---|\n{rows}"
 
 
+def setting(name: str) -> str:
+    """A variable from the environment, or else from a ``.env`` file.
+
+    A variable that is set wins, also if it is set to nothing. The file is that of the
+    working directory or of the nearest folder above it. It is read each time and
+    nothing of it enters the environment, where other programs could see a key.
+
+    Returns:
+        Its text without blanks at the ends; empty if it is nowhere.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        value = dotenv_values(find_dotenv(usecwd=True)).get(name)
+    return (value or "").strip()
+
+
 def find_key(api_key: str | None) -> str:
     """The Fireworks key from the argument, the environment or a ``.env`` file."""
-    key = (api_key or os.environ.get(KEY_VARIABLE) or "").strip()
-    if not key:
-        key = (dotenv_values(find_dotenv(usecwd=True)).get(KEY_VARIABLE) or "").strip()
+    key = (api_key or "").strip() or setting(KEY_VARIABLE)
     if not key:
         raise MissingKey(
             f"BACKEND='fireworks' needs an API key and {KEY_VARIABLE} is not set; set "
@@ -145,12 +159,12 @@ def find_key(api_key: str | None) -> str:
 
 
 def fireworks_url(base_url: str | None) -> str:
-    """Where the Fireworks backend is: the argument, the environment, the public host.
+    """Where the Fireworks backend is: the argument, the setting, the public host.
 
     Raises:
         ValueError: Not an address, or one that would send the key unencrypted.
     """
-    given = base_url or os.environ.get(URL_VARIABLE) or FIREWORKS_URL
+    given = base_url or setting(URL_VARIABLE) or FIREWORKS_URL
     parts = urlsplit(given)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(
@@ -163,6 +177,11 @@ def fireworks_url(base_url: str | None) -> str:
             "use https"
         )
     return given.rstrip("/").removesuffix(TRAINING_PATH) + TRAINING_PATH
+
+
+def api_root(url: str) -> str:
+    """The address of the control plane: the service's, without its training path."""
+    return url.rstrip("/").removesuffix(TRAINING_PATH)
 
 
 def remote_key(preset: ModelPreset, api_key: str | None, base_url: str | None) -> str:

@@ -52,6 +52,11 @@ class Place:
         return self.run_dir.name
 
     @property
+    def tag(self) -> str | None:
+        """Told apart in the names of checkpoints: a resumed run never reuses one."""
+        return None if self.attempt == 1 else f"a{self.attempt}"
+
+    @property
     def metrics(self) -> Path:
         """One row per step."""
         return self.run_dir / "metrics.jsonl"

@@ -25,6 +25,7 @@ from rlhelpers.metrics import (
     read_resume_state,
     read_rollouts,
 )
+from rlhelpers.recording import Place
 from rlhelpers.sampling import SamplingSettings
 from rlhelpers.tasks import (
     make_taskset,
@@ -120,7 +121,8 @@ class FinishedRun:
         for row in self.metrics[:-1]:
             if every and row.step % every == 0 and row.snapshot:
                 parent = row.snapshot.rsplit("/", 1)[0]
-                name = checkpoint_name("state", step=row.step)
+                tag = Place(self.run_dir, row.attempt).tag
+                name = checkpoint_name("state", step=row.step, tag=tag)
                 found[row.step] = f"{parent}/{name}"
         return {**found, self.steps: self.state.checkpoint}
 

@@ -30,6 +30,7 @@ from rlhelpers.metrics import RolloutRecord
 from rlhelpers.refusals import explained
 from rlhelpers.turns import takes_turns
 from rlhelpers.usage import BusyClock, TokenLimitReached, TokenUsage
+from rlhelpers.waits import Waits
 
 if TYPE_CHECKING:
     from fireworks.training.sdk import FiretitanSamplingClient
@@ -194,6 +195,7 @@ class PolicySampler:
         examples: Earlier turns put before every prompt, as (user, assistant) pairs.
         usage: The session's token counters.
         clock: Wall time with at least one request in flight.
+        waits: Tells what is waited for.
     """
 
     client: FiretitanSamplingClient
@@ -203,6 +205,7 @@ class PolicySampler:
     examples: tuple[tuple[str, str], ...] = ()
     usage: TokenUsage = field(default_factory=TokenUsage)
     clock: BusyClock = field(default_factory=BusyClock)
+    waits: Waits = field(default_factory=Waits)
 
     def close(self) -> None:
         """Refuse further requests; those in flight end in the background."""
@@ -229,7 +232,8 @@ class PolicySampler:
         with (
             self.usage.reserve(**bound) as spend,
             self.clock.busy(),
-            explained(self.preset),
+            self.waits.operation("sampling"),
+            explained(self.preset, sampling=True),
         ):
             response = await self.client.sample_async(
                 prompt=fireworks_types.ModelInput.from_ints(list(prompt_ids)),

@@ -32,6 +32,7 @@ from fireworks.training.sdk import (
 )
 from hud.eval.runtime import LocalRuntime, Shared
 
+from rlhelpers.agreement import check_agreement
 from rlhelpers.arithmetic import env, graded_environment, multiply
 from rlhelpers.checkpoints import (
     CheckpointError,
@@ -49,9 +50,11 @@ from rlhelpers.models import (
     check_backend,
     resolve_preset,
 )
+from rlhelpers.open_sessions import OpenSession, SessionNotes, stale_notice
 from rlhelpers.preflight import (
     LOOPBACK,
     Banner,
+    api_root,
     check_prices,
     example_turns,
     fireworks_url,
@@ -61,10 +64,11 @@ from rlhelpers.preflight import (
     remote_key,
     warn_if_unlike,
 )
-from rlhelpers.refusals import explained
+from rlhelpers.refusals import explained, require_known_model
 from rlhelpers.rewards import Grader, grader_name
 from rlhelpers.sampling import PolicyAgent, PolicySampler
-from rlhelpers.usage import TokenUsage
+from rlhelpers.usage import TokenUsage, UsageReport
+from rlhelpers.waits import Waits, deafen, listen
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -107,6 +111,7 @@ class TrainingSession:
         agent_type: What answers tasks, for a rollout each.
         runs_dir: Folder that holds this and other runs.
         banner: What runs where, and its bound on cost.
+        waits: Tells what the session waits for at the service.
     """
 
     def __init__(
@@ -124,6 +129,9 @@ class TrainingSession:
         task_runtime: Provider,
         agent_type: type[PolicyAgent],
         keep_session: bool,
+        waits: Waits,
+        notes: SessionNotes | None,
+        quiet: bool,
     ) -> None:
         self.preset = preset
         self.tokenizer = tokenizer
@@ -140,13 +148,17 @@ class TrainingSession:
         self._local_service = local_service
         self._places = _Places(task_runtime)
         self._keep_session = keep_session
-        self._service: FiretitanServiceClient | None = open_service()
+        self.waits = waits
+        self._notes = notes
+        self._quiet = quiet
+        self._service: FiretitanServiceClient | None = None
         self._training_client: FiretitanTrainingClient | None = None
         self._reference: FiretitanTrainingClient | None = None
         self._samplers: list[PolicySampler] = []
         self._runtimes: dict[asyncio.AbstractEventLoop, Shared] = {}
         self._names: set[str] = set()
         self._snapshots: set[str] = set()
+        self._begin()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -172,6 +184,16 @@ class TrainingSession:
         return self._service
 
     @property
+    def usage_report(self) -> UsageReport:
+        """Tokens used so far, beside the most that was planned."""
+        return UsageReport(
+            used=self.usage.counts,
+            planned=self.banner.work.bound,
+            unanswered=self.usage.unanswered,
+            prices=self.banner.prices,
+        )
+
+    @property
     def training_client(self) -> FiretitanTrainingClient:
         """The SDK's LoRA training client, created on first use.
 
@@ -179,7 +201,8 @@ class TrainingSession:
         the account's run quota.
         """
         if self._training_client is None:
-            with explained(self.preset):
+            waiting = self.waits.operation("a training run", polls=True)
+            with waiting, explained(self.preset):
                 client = self.service_client.create_lora_training_client(
                     base_model=self.preset.base_model,
                     rank=self.preset.lora_rank,
@@ -197,7 +220,8 @@ class TrainingSession:
             ServiceRefused: The service offers no such client.
         """
         if self._reference is None:
-            with explained(self.preset):
+            waiting = self.waits.operation("the base model", polls=True)
+            with waiting, explained(self.preset):
                 client = self.service_client.create_base_training_client(
                     self.preset.base_model
                 )
@@ -212,7 +236,19 @@ class TrainingSession:
         self.updates = 0
         self._names.clear()
         self._snapshots.clear()
-        self._service = self._open_service()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Open the SDK's session, and note that it is open."""
+        with self.waits.operation("a session"):
+            self._service = self._open_service()
+        session_id = self._service.training_session_id
+        if self._notes is not None and session_id is not None:
+            self._notes.add(
+                OpenSession.of_this_process(
+                    session_id, self.banner.host, self.preset.name
+                )
+            )
 
     def new_policy(self) -> None:
         """Forget the adapter and start from fresh weights (same seed)."""
@@ -222,7 +258,7 @@ class TrainingSession:
     # -- samplers -----------------------------------------------------------------
 
     def _sampler(self, snapshot: str, **target: str) -> PolicySampler:
-        with explained(self.preset):
+        with self.waits.operation("a sampler"), explained(self.preset):
             client = self.service_client.create_sampling_client(
                 tokenizer=self.tokenizer,
                 # One controller per sampler: each sampler has an event loop of its own.
@@ -238,6 +274,7 @@ class TrainingSession:
             preset=self.preset,
             examples=example_turns(self.preset),
             usage=self.usage,
+            waits=self.waits,
         )
         self._samplers.append(sampler)
         return sampler
@@ -255,8 +292,10 @@ class TrainingSession:
         check_label(name, limit=54)
         if not keep_earlier:
             self._close_samplers()
-        saved = self.training_client.save_weights_for_sampler(self._unused(name))
-        path = saved.result().path
+        client = self.training_client
+        with self.waits.operation("a snapshot", polls=True):
+            saved = client.save_weights_for_sampler(self._unused(name))
+            path = saved.result().path
         self._snapshots.add(path)
         return self.open_sampler(path)
 
@@ -316,7 +355,9 @@ class TrainingSession:
             CheckpointError: The name is not allowed; nothing was sent.
         """
         check_label(name)
-        saved = self.training_client.save_state(self._unused(name)).result()
+        client = self.training_client
+        with self.waits.operation("a checkpoint", polls=True):
+            saved = client.save_state(self._unused(name)).result()
         return cast("str", saved.path)
 
     def resume(self, path: str, *, with_optimizer: bool = True) -> None:
@@ -347,14 +388,16 @@ class TrainingSession:
             if with_optimizer
             else service.create_training_client_from_state
         )
-        with explained(self.preset):
+        resumed = self.waits.operation("the checkpoint", polls=True)
+        with resumed, explained(self.preset):
             client = create(reference.path)
         self._training_client = _counted(client, self.usage)
 
     def _check_base_model(self, path: str) -> None:
         rest = self.service_client.create_rest_client()
         try:
-            info = rest.get_weights_info_by_tinker_path(path).result()
+            with self.waits.operation("the checkpoint"):
+                info = rest.get_weights_info_by_tinker_path(path).result()
         except Exception as error:
             raise CheckpointError(
                 f"the service has no training checkpoint {path!r} "
@@ -381,7 +424,7 @@ class TrainingSession:
             RuntimeError: The session is closed, or the service refused to list.
         """
         name = self.service_client.training_session_name
-        with self._open_control_plane() as client:
+        with self.waits.operation("a list"), self._open_control_plane() as client:
             rows = client.list_training_session_checkpoints(name)
         return [ListedCheckpoint.from_row(row) for row in rows]
 
@@ -412,7 +455,7 @@ class TrainingSession:
                 "promote; promote before the session ends, or resume a training "
                 "checkpoint of those weights and save a new sampler"
             )
-        with self._open_control_plane() as client:
+        with self.waits.operation("promotion"), self._open_control_plane() as client:
             try:
                 model = client.promote_session_checkpoint(
                     held[-1].resource, output, self.preset.base_model
@@ -421,7 +464,8 @@ class TrainingSession:
                 raise CheckpointError(
                     f"{reference.path!r} was not promoted to {output!r}: {error}"
                 ) from error
-        return PromotedModel.from_row(model, output)
+        account = held[-1].resource.split("/trainingSessions/")[0]
+        return PromotedModel.from_row(model, f"{account}/models/{output}")
 
     # -- HUD ----------------------------------------------------------------------
 
@@ -499,18 +543,28 @@ class TrainingSession:
         own = self._local_service is not None
         self._close_service(delete=not (own or self._keep_session))
         self._service = None
+        deafen()
         if self._local_service is not None:
             self._local_service.close()
+        if self.preset.backend == "fireworks" and not self._quiet:
+            print(f"\n{self.usage_report}")
 
     def _close_service(self, *, delete: bool) -> None:
         service = self._service
         if service is None:
             return
+        session_id, notes = service.training_session_id, self._notes
         if delete:
             try:
-                service.delete_training_session()
+                with self.waits.operation("the end of the session"):
+                    service.delete_training_session()
             except Exception as error:
                 warnings.warn(f"training session not released: {error}", stacklevel=3)
+            else:
+                if notes is not None and session_id is not None:
+                    notes.remove(session_id)
+        elif notes is not None and session_id is not None:
+            notes.keep(session_id)
         try:
             service.close()
         except Exception as error:
@@ -718,6 +772,8 @@ def connect(
             sent.
         MissingKey: No key for Fireworks; nothing was sent.
         TokenizerUnavailable: The tokenizer could not be downloaded; nothing was sent.
+        Disagreement: Tokenizer, chat template and preset do not fit each other;
+            nothing was sent.
         ServiceRefused: The service refused the session; the message says why.
         CheckpointError: ``resume_from`` cannot be resumed from.
 
@@ -737,6 +793,7 @@ def connect(
         warn_if_unlike(preset)
     paid = preset.prices if prices is None else check_prices(prices)
     tokenizer = load_tokenizer(preset)
+    check_agreement(preset, tokenizer)
     banner = Banner(
         backend=preset.backend,
         model=preset.name,
@@ -764,6 +821,10 @@ def connect(
         print(banner)
     _quiet_sdk()
     folder = Path(runs_dir)
+    notes = None if preset.backend == "local" else SessionNotes(folder / "sessions")
+    waits = Waits()
+    if notes is not None and (stale := notes.stale(banner.host)) and not quiet:
+        print(stale_notice(stale))
     on_loopback = own_service or urlsplit(url).hostname in LOOPBACK
     if on_loopback:
         _keep_loopback_direct()
@@ -778,9 +839,13 @@ def connect(
             return FiretitanServiceClient(api_key=key, base_url=url)
 
     def open_control_plane() -> FireworksClient:
-        return FireworksClient(api_key=cast("str", key), base_url=_api_root(url))
+        return FireworksClient(api_key=cast("str", key), base_url=api_root(url))
 
+    listen()
     try:
+        if preset.backend == "fireworks":
+            with waits.operation("the model's entry"):
+                require_known_model(preset, open_control_plane)
         session = TrainingSession(
             preset=preset,
             tokenizer=tokenizer,
@@ -794,8 +859,12 @@ def connect(
             task_runtime=task_runtime or LocalRuntime(env),
             agent_type=agent,
             keep_session=keep_session,
+            waits=waits,
+            notes=notes,
+            quiet=quiet,
         )
     except BaseException:
+        deafen()
         if service is not None:
             service.close()
         raise
@@ -826,8 +895,3 @@ def _service_message(error: Exception) -> str:
     while isinstance(body, dict):
         body = body.get("error", body.get("message"))
     return body if isinstance(body, str) else str(error)
-
-
-def _api_root(url: str) -> str:
-    """The address of the control plane: the service's, without its training path."""
-    return url.rstrip("/").removesuffix("/training/v1/serverless")

@@ -23,6 +23,7 @@ from hud.utils.exceptions import HudException
 from pydantic import ValidationError
 
 from rlhelpers.arithmetic import env, multiply
+from rlhelpers.preflight import setting
 
 logger = logging.getLogger(__name__)
 
@@ -506,7 +507,7 @@ def _check_templates(tasks: Taskset, place: Path) -> None:
 def _hosted_taskset(name: str) -> Taskset:
     from hud.settings import settings
 
-    key = settings.api_key or os.environ.get("HUD_API_KEY")
+    key = settings.api_key or setting("HUD_API_KEY")
     if not key:
         raise PermissionError(
             f"taskset {name!r} is hosted by HUD and HUD_API_KEY is not set: set it, or "

@@ -1,7 +1,7 @@
 """The training step and the loop around it.
 
 The variant of GRPO, in one line: advantages standardised within a group (n - 1), the
-loss summed over tokens, no KL term, one on-policy update per batch.
+loss summed over tokens, and by default no KL term and one on-policy update per batch.
 
 One step, as code: save a snapshot of the adapter, open a sampler on it, roll out
 groups, grade, build datums, ``forward_backward``, ``optim_step``. The update and the
@@ -31,7 +31,7 @@ from rlhelpers.advantages import Scale, within_group_reward_std
 from rlhelpers.analysis import OUTCOMES
 from rlhelpers.checkpoints import CheckpointError, checkpoint_name
 from rlhelpers.datums import check_run, make_training_batch
-from rlhelpers.kl import measure_kl
+from rlhelpers.kl import add_kl_penalty, measure_kl
 from rlhelpers.metrics import (
     ResumeState,
     RolloutRecord,
@@ -86,6 +86,8 @@ class TrainConfig:
         group_size: Rollouts per group, at least 2.
         loss_fn: The service's loss, a sum over tokens.
         loss_fn_config: Its options, such as ``{"clip_low_threshold": 0.8}``.
+        updates_per_batch: Optimizer steps on each batch. From the second on, the
+            ratios leave 1; ``"ppo"`` and ``"cispo"`` bound what that does.
         learning_rate, beta1, beta2, eps, grad_clip_norm: Adam's. A clip of 0 is off.
         advantage_scale: ``"std"`` divides by the group's spread, ``"none"`` does not.
         temperature, top_p, top_k: How training rollouts are sampled. Anything but 1,
@@ -95,6 +97,9 @@ class TrainConfig:
         watch_every: Steps between looks at the watch prompts.
         kl_every: Steps between measurements of the KL to the base model, which read
             the step's rollouts once more; 0 is never.
+        kl_coefficient: Holds the policy near the base model: β of
+            :func:`~rlhelpers.kl.kl_penalised`, which reads every step's datums once
+            more with the base. 0 is off.
         require_update: Whether a step without signal is an error.
 
     Raises:
@@ -111,6 +116,7 @@ class TrainConfig:
     group_size: int = 8
     loss_fn: str = "importance_sampling"
     loss_fn_config: dict[str, float] | None = None
+    updates_per_batch: int = 1
     learning_rate: float = 6e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -124,6 +130,7 @@ class TrainConfig:
     checkpoint_every: int = 5
     watch_every: int = 5
     kl_every: int = 0
+    kl_coefficient: float = 0.0
     require_update: bool = False
 
     def __post_init__(self) -> None:
@@ -132,7 +139,13 @@ class TrainConfig:
                 f"group_size must be at least 2, got {self.group_size}: an advantage "
                 "compares rollouts of one prompt, so one alone teaches nothing"
             )
-        for name in ("steps", "tasks_per_step", "checkpoint_every", "watch_every"):
+        for name in (
+            "steps",
+            "tasks_per_step",
+            "updates_per_batch",
+            "checkpoint_every",
+            "watch_every",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
@@ -140,6 +153,12 @@ class TrainConfig:
         if self.kl_every < 0:
             raise ValueError(
                 f"kl_every must be at least 0, got {self.kl_every}; 0 never measures"
+            )
+        if not (math.isfinite(self.kl_coefficient) and self.kl_coefficient >= 0):
+            raise ValueError(
+                "kl_coefficient must be a number of at least 0, got "
+                f"{self.kl_coefficient}; 0 is off, and a negative one would push the "
+                "policy away from the base model"
             )
         if self.loss_fn not in LOSSES:
             raise ValueError(
@@ -190,9 +209,10 @@ class TrainConfig:
 
     @property
     def kl_rollouts(self) -> int:
-        """Rollouts that the whole run reads once more to measure the KL."""
+        """Most rollouts that the whole run reads once more with the base model."""
         measured = self.steps // self.kl_every if self.kl_every else 0
-        return measured * self.rollouts_per_step
+        held = self.steps if self.kl_coefficient else 0
+        return (measured + held) * self.rollouts_per_step
 
     @property
     def sampling(self) -> SamplingSettings:
@@ -299,17 +319,28 @@ class _Clock:
 async def _update(
     session: TrainingSession, datums: list[Datum], config: TrainConfig
 ) -> ForwardBackwardOutput:
-    """One forward_backward and one optim_step, sent back to back."""
+    """forward_backward and optim_step, as often as asked for.
+
+    Returns:
+        What the first forward_backward said, which is the on-policy one.
+    """
     client = session.training_client
-    backward = await client.forward_backward_async(
-        datums, config.loss_fn, config.loss_fn_config
-    )
-    # Sent without waiting: the service runs a model's operations in order.
-    optimizer = await client.optim_step_async(config.adam)
-    output = await backward.result_async()
-    await optimizer.result_async()
-    session.updates += 1
-    return output
+    tokens = sum(datum.model_input.length for datum in datums)
+    # All of the updates or none: a step that the token limit cut short would change
+    # the weights and leave no row.
+    session.usage.require(config.updates_per_batch * tokens)
+    outputs = []
+    with session.waits.operation("the update", polls=True):
+        for _ in range(config.updates_per_batch):
+            backward = await client.forward_backward_async(
+                datums, config.loss_fn, config.loss_fn_config
+            )
+            # Sent without waiting: the service runs a model's operations in order.
+            optimizer = await client.optim_step_async(config.adam)
+            outputs.append(await backward.result_async())
+            await optimizer.result_async()
+            session.updates += 1
+    return outputs[0]
 
 
 def _ratio_error(
@@ -398,7 +429,7 @@ async def _step(
 ) -> StepResult:
     clock, used = _Clock(), session.usage.counts
     # The name counts the updates behind the weights, as training checkpoints do.
-    name = checkpoint_name("policy", step=step - 1)
+    name = checkpoint_name("policy", step=step - 1, tag=place.tag)
     sampler = await asyncio.to_thread(session.new_sampler, name)
     clock.training = time.perf_counter() - clock.started
     if watch:
@@ -420,6 +451,8 @@ async def _step(
     datums, kept_groups = make_training_batch(runs, scale=config.advantage_scale)
     begun = time.perf_counter()
     kl = await measure_kl(session, runs) if config.measures_kl(step) else None
+    if datums and config.kl_coefficient:
+        datums = await add_kl_penalty(session, datums, config.kl_coefficient)
     clock.training += time.perf_counter() - begun
 
     async def commit() -> StepResult:
@@ -595,7 +628,7 @@ class _Loop:
 
     async def save(self, name: str | None = None) -> None:
         """Save a training checkpoint, then point resume.json at it."""
-        label = name or checkpoint_name("state", step=self.done)
+        label = name or checkpoint_name("state", step=self.done, tag=self.place.tag)
         self.state = await asyncio.to_thread(self.session.save_state, label)
         preset = self.session.preset
         write_resume_state(
@@ -670,13 +703,15 @@ async def train(
         disable=not progress,
     )
     try:
-        with bar:
+        with bar, session.waits.shown_by(_in_bar(bar)):
             await _run_steps(loop, tasks, tuple(watch), on_step, bar)
     except BaseException as error:
         await _save_after(loop, error)
         raise
-    await _to_the_end(loop.save(checkpoint_name("final-state")))
-    sampler = await asyncio.to_thread(session.new_sampler, checkpoint_name("final"))
+    tag = loop.place.tag
+    await _to_the_end(loop.save(checkpoint_name("final-state", tag=tag)))
+    final = checkpoint_name("final", tag=tag)
+    sampler = await asyncio.to_thread(session.new_sampler, final)
     if tuple(watch):
         await _watch(session, sampler, tuple(watch), loop.done, loop.place, config)
     return TrainResult(
@@ -686,6 +721,21 @@ async def train(
         state=loop.state,
         seconds=time.perf_counter() - started,
     )
+
+
+def _in_bar(bar: tqdm[Any]) -> Callable[[str | None], None]:
+    """Shows a wait behind the progress bar, in place of what it says otherwise."""
+    usual: list[str | None] = []
+
+    def show(wait: str | None) -> None:
+        if wait is None and usual:
+            bar.set_postfix_str(usual.pop() or "")
+        elif wait is not None:
+            if not usual:
+                usual.append(getattr(bar, "postfix", None))
+            bar.set_postfix_str(wait)
+
+    return show
 
 
 def _as_pool(
@@ -715,6 +765,10 @@ async def _begin(
         session.updates = state.next_step - 1
         attempt = max(state.attempt + 1, next_attempt(place.metrics, state.next_step))
         done = state.next_step - 1
+        # Taken at once: a try that dies before its first row would else leave its
+        # number, and so the names of its snapshots, to the next.
+        taken = dataclasses.replace(state, attempt=attempt)
+        write_resume_state(place.resume, taken)
         return _Loop(
             session,
             config,

@@ -95,6 +95,64 @@ class PlannedWork:
         )
 
 
+@dataclass(frozen=True)
+class UsageReport:
+    """What was used, beside the most that was planned.
+
+    Counted here: prompts and replies by their token ids, training by the length of its
+    datums. The account's bill is the last word on it.
+
+    Attributes:
+        used: Tokens used so far.
+        planned: The most that the planned work could take, as the banner said.
+        unanswered: The part of ``used`` that is a bound: requests that failed.
+        prices: Dollars per million (prefill, sampled, trained) tokens, or None.
+
+    Example:
+        >>> print(UsageReport(TokenCounts(90, 10, 5), TokenCounts(100, 50, 50)))
+        tokens    used  planned at most
+        prefill     90              100
+        sampled     10               50
+        trained      5               50
+        together   105              200
+    """
+
+    used: TokenCounts
+    planned: TokenCounts
+    unanswered: TokenCounts = TokenCounts()
+    prices: tuple[float, float, float] | None = None
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """What, how much of it was used, and how much was planned at most."""
+        found = [
+            (name, f"{getattr(self.used, kind):,}", f"{getattr(self.planned, kind):,}")
+            for name, kind in (
+                ("prefill", "prefill"),
+                ("sampled", "sampled"),
+                ("trained", "trained"),
+                ("together", "total"),
+            )
+        ]
+        if self.prices is not None:
+            cost = (self.used.cost(self.prices), self.planned.cost(self.prices))
+            found.append(("cost", f"${cost[0]:,.2f}", f"${cost[1]:,.2f}"))
+        if self.unanswered.total:
+            found.append(("unanswered", f"{self.unanswered.total:,}", ""))
+        return found
+
+    def __str__(self) -> str:
+        rows = [("tokens", "used", "planned at most"), *self.rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            f"{name:<{widths[0]}}  {used:>{widths[1]}}  {planned:>{widths[2]}}".rstrip()
+            for name, used, planned in rows
+        )
+
+    def _repr_markdown_(self) -> str:
+        rows = "\n".join(f"| {' | '.join(row)} |" for row in self.rows())
+        return f"| tokens | used | planned at most |\n|---|---:|---:|\n{rows}"
+
+
 class TokenUsage:
     """Thread-safe token counters with an enforced limit.
 
@@ -154,6 +212,15 @@ class TokenUsage:
         with self._lock:
             self._check(asked.total)
             self._counts += asked
+
+    def require(self, tokens: int) -> None:
+        """Refuse work of several requests that would not fit as a whole.
+
+        Raises:
+            TokenLimitReached: So many tokens do not fit under the limit.
+        """
+        with self._lock:
+            self._check(tokens)
 
     @contextmanager
     def reserve(

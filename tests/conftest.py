@@ -12,8 +12,20 @@ from typing import Any
 import matplotlib
 import pytest
 from session_fixtures import policy_folder, preset, session
+from workers import (
+    SHARING,
+    keep_processes_apart,
+    pytest_collection_modifyitems,
+    pytest_xdist_make_scheduler,
+)
 
-__all__ = ["policy_folder", "preset", "session"]
+__all__ = [
+    "policy_folder",
+    "preset",
+    "pytest_collection_modifyitems",
+    "pytest_xdist_make_scheduler",
+    "session",
+]
 
 KEYS = ("FIREWORKS_API_KEY", "HUD_API_KEY")
 
@@ -25,6 +37,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # an unknown model id must not wait for a ne
 _spans = tempfile.mkdtemp(prefix="hud-spans-")
 os.environ["HUD_TELEMETRY_LOCAL_DIR"] = _spans
 atexit.register(shutil.rmtree, _spans, ignore_errors=True)
+
+if SHARING:
+    keep_processes_apart()
 
 # Not through MPLBACKEND: kernels started by a test would inherit it, and a notebook
 # under Agg shows no images.

@@ -154,12 +154,16 @@ async def test_sides_take_turns_and_the_first_round_does_not_count() -> None:
 
 
 @pytest.mark.slow
-def test_trl_run_trains_our_side_in_a_process(
+def test_trl_run_trains_our_sides_in_processes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = run("trl_run", capsys, "--only-ours")
-    assert re.search(r"^round 1, ours: \S+ s, .* of 8 right$", out, re.M)
-    assert re.search(r"^ours +\d+\.\d +[\d,]+ +\d+\.\d%$", out, re.M)
+    found = {}
+    for side in ("ours", "ours, service apart"):
+        assert re.search(rf"^round 1, {side}: \S+ s, .* of 8 right$", out, re.M)
+        row = rf"^{side} +\d+\.\d +([\d,]+) +(\d+\.\d%)$"
+        found[side] = re.search(row, out, re.M)[1:]
+    assert found["ours"] == found["ours, service apart"]  # the same seeds and tasks
 
 
 def test_both_sides_of_the_trl_run_get_the_same_work() -> None:

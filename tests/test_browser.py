@@ -8,12 +8,12 @@ README's pictures.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -29,7 +29,7 @@ from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from PIL import Image
 from test_field_cases_notebooks import WIDGET
-from test_notebooks import IDS, NOTEBOOKS, code_cells, read
+from test_notebooks import CHANGED, IDS, NOTEBOOKS, code_cells, read
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="Playwright is not installed"
@@ -42,15 +42,12 @@ STDERR = "application/vnd.jupyter.stderr"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SETTINGS = "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
 NOTIFICATIONS = "@jupyterlab/apputils-extension/notification.jupyterlab-settings"
-#: Parameters of the copies, so that six notebooks take minutes and not a quarter hour.
-#: 05 and 06 read the run that 04 leaves.
+#: Parameters of the copies whose widgets are used, so that they take a minute each. The
+#: others get those of CHANGED. 05 and 06 read the run that 04 leaves.
 SMALLER: dict[str, dict[str, Any]] = {
+    "01_environment_and_grader": {},
     "02_calibration": {"HEAT_MAP_TASKS": 1, "HEAT_MAP_GROUP_SIZE": 2},
-    "03_one_update": {"EVALUATION_TASKS": 2},
     "04_full_run": {"STEPS": 7, "EVALUATION_TASKS": 16, "INTERRUPT_AFTER": 5},
-    "05_before_and_after": {"EVALUATION_TASKS": 8},
-    "06_checkpoints": {"STEPS": 4, "EVALUATION_TASKS": 8},
-    "10_reward_design": {"STEPS": 2, "EVALUATION_TASKS": 8},
 }
 PICTURED = "04_full_run"  # at its defaults where pictures are asked for
 
@@ -96,8 +93,9 @@ def copy_notebooks(folder: Path, *, pictures: bool) -> None:
         notebook = load_notebook_node(str(path))
         for cell in code_cells(notebook):
             cell.outputs, cell.execution_count = [], None
-        if path.stem in SMALLER and not (pictures and path.stem == PICTURED):
-            notebook = parameterize_notebook(notebook, SMALLER[path.stem])
+        smaller = SMALLER.get(path.stem, CHANGED[path.stem][0])
+        if smaller and not (pictures and path.stem == PICTURED):
+            notebook = parameterize_notebook(notebook, smaller)
         nbformat.write(notebook, folder / path.name)
 
 
@@ -117,10 +115,6 @@ def lab(
     quiet = folder / "settings" / NOTIFICATIONS
     quiet.parent.mkdir(parents=True)
     quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}', "utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
     log = (folder / "lab.log").open("wb")
     server = subprocess.Popen(
         [
@@ -130,12 +124,13 @@ def lab(
             "--no-browser",
             "--allow-root",
             "--ip=127.0.0.1",
-            f"--port={port}",
+            "--port=0",  # any that is free
             f"--IdentityProvider.token={TOKEN}",
             f"--ServerApp.root_dir={folder / 'course'}",
         ],
         env={
             **os.environ,
+            "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
             "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
             "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
         },
@@ -143,25 +138,25 @@ def lab(
         stderr=subprocess.STDOUT,
     )
     try:
-        _wait_for(f"{address}/api?token={TOKEN}", server, folder / "lab.log")
-        yield Lab(address, folder / "runs")
+        yield Lab(_address_of(server, folder), folder / "runs")
     finally:
         server.terminate()
         server.wait(timeout=30)
         log.close()
 
 
-def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+def _address_of(server: subprocess.Popen[bytes], folder: Path) -> str:
+    """Where the server listens, once it answers."""
     deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            if server.poll() is not None:
-                break
-            time.sleep(0.5)
-    pytest.fail(f"JupyterLab did not start:\n{log.read_text(errors='replace')[-2000:]}")
+    while time.monotonic() < deadline and server.poll() is None:
+        for file in (folder / "runtime").glob("jpserver-*.json"):
+            with contextlib.suppress(OSError, ValueError):  # it is not ready yet
+                address = f"http://127.0.0.1:{json.loads(file.read_text())['port']}"
+                with urllib.request.urlopen(f"{address}/api?token={TOKEN}", timeout=5):
+                    return address
+        time.sleep(0.5)
+    log = (folder / "lab.log").read_text(errors="replace")
+    pytest.fail(f"JupyterLab did not start:\n{log[-2000:]}")
 
 
 @pytest.fixture

@@ -32,8 +32,11 @@ from rlhelpers.checks import (
     check_flat_share,
     check_grader,
     check_group_size,
+    check_knobs,
     check_mcnemar,
     check_on_policy_loss,
+    check_ppo_loss,
+    check_pushes,
     check_remedies,
     check_resume_plan,
     check_reward_tests,
@@ -871,3 +874,104 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert check_spread(GROUPS, np.float32(1 / 3))
     assert check_advantages([1.0, 1.0, 1.0, 0.0], np.array([0.5, 0.5, 0.5, -1.5]))
     assert check_group_size(0.95, 0.5, np.int64(14))
+
+
+# -- 08: losses and stability -------------------------------------------------------
+
+TOKENS = [(1.5, 2.0), (1.5, -2.0), (0.5, -2.0)]
+PPO, CISPO = [0.0, -3.0, 0.0], [2.4, -2.4, -1.6]
+
+
+def test_pushes_solved(capsys: Capture) -> None:
+    assert check_pushes(TOKENS, PPO, CISPO)
+    assert capsys.readouterr().out.count("✓") == 2
+
+
+@pytest.mark.parametrize(
+    ("ppo", "cispo", "said"),
+    [
+        (..., CISPO, "ppo: replace the ... with a list of 3 numbers"),
+        (PPO, ..., "cispo: replace the ..."),
+        (0.0, CISPO, "ppo: expected a list of 3 numbers, got 0.0"),
+        ([0.0, -3.0], CISPO, "a list of 3 numbers"),
+        (["0", "-3", "0"], CISPO, "a list of 3 numbers"),
+        ([0.0, 0.0, 0.0], CISPO, "token 2: not silent"),
+        ([2.4, -3.0, 0.0], CISPO, "token 1: that would be cispo's"),
+        ([0.0, -2.4, 0.0], CISPO, "token 2: that would be cispo's"),
+        ([3.0, -3.0, 0.0], CISPO, "token 1: the clipped product is the smaller one"),
+        ([0.0, 3.0, 0.0], CISPO, "token 2: the sign"),
+        (PPO, [0.0, -2.4, 0.0], "token 1: cispo bounds a token's weight"),
+        (PPO, [3.0, -2.4, -1.6], "token 1: the ratio lies outside the bounds"),
+        (PPO, [2.4, 2.4, -1.6], "token 2: the sign"),
+        (PPO, [1.2, -2.4, -1.6], "token 1: not 1.2"),
+    ],
+)
+def test_pushes_rejects(ppo: Any, cispo: Any, said: str, capsys: Capture) -> None:
+    assert not check_pushes(TOKENS, ppo, cispo)
+    assert said in capsys.readouterr().out
+
+
+KNOBS = {
+    "A": "a higher learning rate",
+    "B": "a lower learning rate",
+    "C": "fewer updates per batch",
+    "D": "a KL coefficient",
+    "E": "larger groups",
+}
+
+
+def test_knobs_solved() -> None:
+    assert check_knobs(KNOBS)
+
+
+@pytest.mark.parametrize(
+    ("run", "answer", "said"),
+    [
+        ("A", ..., "replace the ..."),
+        ("A", "larger groups", "its KL is next to nothing"),
+        ("B", "a KL coefficient", "the integers in them become wrong"),
+        ("C", "a lower learning rate", "has left the bounds"),
+        ("D", "larger groups", "drifts ever further"),
+        ("E", "a higher learning rate", "hardly a group has a spread"),
+        ("E", "more tokens", "is none of"),
+    ],
+)
+def test_knobs_rejects(run: str, answer: object, said: str, capsys: Capture) -> None:
+    assert not check_knobs({**KNOBS, run: answer})
+    assert said in capsys.readouterr().out
+
+
+def ppo_loss(ratio: float, advantage: float) -> float:
+    clipped = min(max(ratio, 0.8), 1.2)
+    return -min(ratio * advantage, clipped * advantage)
+
+
+def test_ppo_loss_solved() -> None:
+    assert check_ppo_loss(ppo_loss)
+    assert check_ppo_loss(lambda r, a: np.float64(ppo_loss(r, a)))
+
+
+def always_clipped(ratio: float, advantage: float) -> float:
+    return -min(max(ratio, 0.8), 1.2) * advantage
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (..., "repair broken_ppo"),
+        (1.2, "expected a function"),
+        (always_clipped, "always clips"),
+        (always_clipped, "its loss is 1.5, yours gives 1.2"),
+        (lambda r, a: -r * a, "that is importance_sampling"),
+        (lambda r, a: -ppo_loss(r, a), "has the wrong sign"),
+        (lambda r, a: -max(r * a, -always_clipped(r, a)), "the smaller one"),
+        (lambda r, a: None, "returns None, not a number"),
+        (lambda r, a: 1 / a, "raises ZeroDivisionError"),
+        (lambda r: r, "raises TypeError"),
+        (lambda r, a: ppo_loss(r, a) + 1, "minus the smaller of two products"),
+        (lambda r, a: ppo_loss(r, a) if r > 1 else -r * a, "down far enough"),
+    ],
+)
+def test_ppo_loss_rejects(answer: Any, said: str, capsys: Capture) -> None:
+    assert not check_ppo_loss(answer)
+    assert said in capsys.readouterr().out

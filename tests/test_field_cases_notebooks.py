@@ -96,16 +96,11 @@ def test_n01_from_a_plain_script(preset: ModelPreset, tmp_path: Path) -> None:
 # -- N03, N05: callbacks and figures in a real kernel ------------------------------
 
 
-def run_cells(*sources: str) -> Any:
-    notebook = nbformat.v4.new_notebook()
-    notebook.cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    return nbclient.NotebookClient(
-        notebook, kernel_name="python3", timeout=120, store_widget_state=True
-    ).execute()
-
-
-BOX = """
-from rlhelpers.widgets import answer_box
+GRADE = """
+from rlhelpers.plots import plot_advantages
+from rlhelpers.metrics import StepMetrics
+from rlhelpers.training import StepResult
+from rlhelpers.widgets import TrainingDashboard, answer_box
 
 
 def grade(text):
@@ -115,65 +110,85 @@ def grade(text):
     return f"graded {text}"
 
 
-box = answer_box(grade, default="1692")
-box
+once, twice = (answer_box(grade, default=text) for text in ("1692", "1693"))
 """
-
-
-@pytest.mark.slow
-def test_n03_what_a_callback_prints_returns_or_raises_is_seen() -> None:
-    click = "box.children[1].click()"
-    notebook = run_cells(BOX, click, f"box.children[0].value = 'bad'\n{click}")
-    states = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]
-    (outputs,) = [
-        model["state"]["outputs"]
-        for model in states["state"].values()
-        if model["model_name"] == "OutputModel"
-    ]
-    # The second click replaced what the first one showed.
-    text = str(outputs)
-    assert "printed bad" in text
-    assert "cannot grade this" in text
-    assert "1692" not in text
-    assert not any(cell.outputs for cell in notebook.cells[1:])
-
-
-@pytest.mark.slow
-def test_n03_a_click_shows_what_was_printed_and_returned() -> None:
-    notebook = run_cells(BOX, "box.children[1].click()")
-    states = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]
-    text = str(states)
-    assert "printed 1692" in text
-    assert "graded 1692" in text
-
-
-@pytest.mark.slow
-def test_n05_a_plot_leaves_exactly_one_image() -> None:
-    notebook = run_cells(
-        "from rlhelpers.plots import plot_advantages",
-        "plot_advantages([1, 0], [0.7, -0.7])",
-        "figure = plot_advantages([1, 0], [0.7, -0.7])",
-        "figure",
-    )
-    assert [images(cell) for cell in notebook.cells] == [0, 1, 0, 1]
-
-
+TWICE = "twice.children[0].value = 'bad'\ntwice.children[1].click()"
+PLOT = "plot_advantages([1, 0], [0.7, -0.7])"
 LIVE = """
-from rlhelpers.metrics import StepMetrics
-from rlhelpers.training import StepResult
-from rlhelpers.widgets import TrainingDashboard
-
 dashboard = TrainingDashboard(3, redraw_every=1)
 for step in (1, 2, 3):
     metrics = StepMetrics.example(step=step, kl=step / 100)
     dashboard(StepResult(metrics, (), (), ()))
 """
+CELLS = {
+    "grade": GRADE,
+    "boxes": "display(once, twice)",
+    "click": "for box in (once, twice):\n    box.children[1].click()",
+    "click again": TWICE,
+    "plot": PLOT,
+    "named plot": f"figure = {PLOT}",
+    "its name": "figure",
+    "live": LIVE,
+}
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Any:
+    """Those cells after a run, with the state of their widgets."""
+    made = nbformat.v4.new_notebook()
+    made.cells = [nbformat.v4.new_code_cell(source) for source in CELLS.values()]
+    return nbclient.NotebookClient(
+        made, kernel_name="python3", timeout=120, store_widget_state=True
+    ).execute()
+
+
+@pytest.fixture
+def cell(notebook: Any) -> Callable[[str], Any]:
+    """A cell of it by its name."""
+    return lambda name: notebook.cells[list(CELLS).index(name)]
+
+
+def clicks(notebook: Any) -> list[str]:
+    """What the boxes show, each as one text."""
+    states = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]
+    return [
+        str(model["state"]["outputs"])
+        for model in states["state"].values()
+        if model["model_name"] == "OutputModel"
+    ]
 
 
 @pytest.mark.slow
-def test_n05_n12_a_live_dashboard_is_redrawn_in_place_and_stays() -> None:
-    (cell,) = run_cells(LIVE).cells
-    line, panels = cell.outputs
+def test_n03_what_a_callback_prints_returns_or_raises_is_seen(
+    notebook: Any, cell: Callable[[str], Any]
+) -> None:
+    (text,) = (shown for shown in clicks(notebook) if "bad" in shown)
+    # The second click replaced what the first one showed.
+    assert "printed bad" in text
+    assert "cannot grade this" in text
+    assert "1693" not in text
+    assert not cell("click").outputs
+    assert not cell("click again").outputs
+
+
+@pytest.mark.slow
+def test_n03_a_click_shows_what_was_printed_and_returned(notebook: Any) -> None:
+    (text,) = (shown for shown in clicks(notebook) if "bad" not in shown)
+    assert "printed 1692" in text
+    assert "graded 1692" in text
+
+
+@pytest.mark.slow
+def test_n05_a_plot_leaves_exactly_one_image(cell: Callable[[str], Any]) -> None:
+    names = ("grade", "plot", "named plot", "its name")
+    assert [images(cell(name)) for name in names] == [0, 1, 0, 1]
+
+
+@pytest.mark.slow
+def test_n05_n12_a_live_dashboard_is_redrawn_in_place_and_stays(
+    cell: Callable[[str], Any],
+) -> None:
+    line, panels = cell("live").outputs
     assert line["data"]["text/plain"].startswith("step 3 of 3: mean reward 0.50")
     assert "image/png" in panels["data"]
     assert WIDGET not in line["data"].keys() | panels["data"].keys()
@@ -270,6 +285,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_n08_n17_n18_the_course_runs_with_nothing(
     path: Path, bare: Path, tmp_path: Path
 ) -> None:
+    """With other parameters than its own, whose effect is checked as well."""
     changed, check = CHANGED[path.stem]
     if "RUNS_DIR" in parameters_of(read(path)):
         changed = {**changed, "RUNS_DIR": str(tmp_path / "runs")}

@@ -11,102 +11,31 @@ import dataclasses
 import io
 import json
 import re
-import shutil
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import papermill
 import pytest
 from fireworks.training.sdk import Datum
-from hud.eval.runtime import LocalRuntime
-from noise_policy import env, plain
+from noise_policy import plain
+from paid_helpers import COMPLETIONS, KEY, QWEN, count, opened
 
 from rlhelpers import preflight
 from rlhelpers.evaluation import evaluate
-from rlhelpers.local import LocalService, server
+from rlhelpers.local import LocalService
 from rlhelpers.metrics import read_metrics, read_resume_state, read_rollouts
-from rlhelpers.models import PRESETS, TINY_POLICY_FOLDER, ModelPreset
+from rlhelpers.models import ModelPreset
 from rlhelpers.preflight import MissingKey, TokenizerUnavailable
 from rlhelpers.refusals import ServiceRefused
 from rlhelpers.sampling import SamplingSettings
-from rlhelpers.service import TrainingSession, connect
+from rlhelpers.service import connect
 from rlhelpers.training import TrainConfig, train, train_step
 from rlhelpers.usage import TokenLimitReached
 
-KEY = "fw_secret_0123456789"
+pytest_plugins = ("paid_fixtures",)
+
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "04_full_run.ipynb"
-QWEN = PRESETS["qwen3p8-27b"]
-COMPLETIONS = "POST /training/v1/serverless/inference/v1/completions"
-
-
-class Noted:
-    """The service's application, with a note of every request."""
-
-    def __init__(self, app: Any, events: list[str]) -> None:
-        self._app, self._events = app, events
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            self._events.append(f"{scope['method']} {scope['path']}")
-        await self._app(scope, receive, send)
-
-
-@pytest.fixture
-def events() -> list[str]:
-    """What happened, in order: requests to the service, and printed lines."""
-    return []
-
-
-@pytest.fixture
-def endpoint(
-    events: list[str],
-    policy_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[LocalService]:
-    """A service that knows our key, the stand-in model, and the tiny one as Qwen."""
-    build = server.build_app
-    monkeypatch.setattr(
-        server, "build_app", lambda api, key: Noted(build(api, key), events)
-    )
-    models = {
-        "accounts/fireworks/models/noise": policy_folder,
-        QWEN.base_model: TINY_POLICY_FOLDER,
-    }
-    folder = tmp_path / "endpoint"
-    folder.mkdir()
-    with LocalService(folder, models=models, api_key=KEY) as running:
-        yield running
-
-
-@pytest.fixture
-def paid(preset: ModelPreset) -> ModelPreset:
-    """A preset of the paid backend, one rollout at a time."""
-    return dataclasses.replace(
-        preset,
-        backend="fireworks",
-        base_model="accounts/fireworks/models/noise",
-        max_concurrent=1,
-    )
-
-
-def opened(
-    endpoint: LocalService, paid: ModelPreset, tmp_path: Path, **how: Any
-) -> TrainingSession:
-    return connect(
-        "fireworks",
-        paid,
-        base_url=endpoint.base_url,
-        runs_dir=tmp_path / "runs",
-        task_runtime=LocalRuntime(env),
-        **{"api_key": KEY, "quiet": True, **how},
-    )
-
-
-def count(events: list[str], ending: str) -> int:
-    return sum(event.endswith(ending) for event in events)
 
 
 # -- the order of things ----------------------------------------------------------
@@ -143,7 +72,7 @@ def test_the_banner_precedes_every_request(
     ):
         session.base_sampler()
     kinds = [event.split()[0] for event in events]
-    first = kinds.index("POST")
+    first = next(n for n, kind in enumerate(kinds) if kind != "printed")
     banner = "\n".join(events[:first])
     assert set(kinds[:first]) == {"printed"}
     assert "printed Backend          fireworks" in banner
@@ -154,7 +83,10 @@ def test_the_banner_precedes_every_request(
     assert "Token ceiling    5,000" in banner
     # 10 × 240 at 1, 10 × 16 at 2, 1,020 at 4 dollars a million.
     assert "at most $0.01 for the planned work, $0.02 up to the ceiling" in banner
-    assert "printed" not in kinds[first:]
+    # What was used is said when all is over.
+    last = len(kinds) - kinds[::-1].index("DELETE")
+    assert "printed" not in kinds[first:last]
+    assert re.search(r"printed tokens +used  planned at most", "\n".join(events[last:]))
 
 
 def test_the_session_ends_also_after_an_error(
@@ -387,9 +319,13 @@ def test_the_banner_shows_no_password_of_an_address() -> None:
 async def test_an_unknown_base_model_is_explained(
     endpoint: LocalService, paid: ModelPreset, tmp_path: Path, events: list[str]
 ) -> None:
-    """S13: a model that was retired."""
+    """S13: a model that was retired, before a session is opened and after."""
     retired = dataclasses.replace(paid, base_model="accounts/fireworks/models/gone")
-    with opened(endpoint, retired, tmp_path) as session:
+    with pytest.raises(ServiceRefused, match="models/gone.*retired"):
+        opened(endpoint, retired, tmp_path)
+    assert events == ["GET /v1/accounts/fireworks/models/gone"]
+    with opened(endpoint, paid, tmp_path) as session:
+        session.preset = retired
         with pytest.raises(ServiceRefused, match="models/gone.*retired"):
             _ = session.training_client
         with pytest.raises(ServiceRefused, match="models/gone.*retired"):
@@ -457,30 +393,6 @@ SMALL = {
 }
 
 
-@pytest.fixture
-def account(
-    endpoint: LocalService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    """What a user has set: a key, and the tokenizer downloaded before.
-
-    The endpoint serves the tiny model as Qwen, so the hub's cache holds the tiny
-    model's tokenizer under Qwen's name.
-    """
-    repository = tmp_path / "hub" / "hub" / "models--Qwen--Qwen3.8-27B"
-    snapshot = repository / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    for file in TINY_POLICY_FOLDER.iterdir():
-        if file.suffix in (".json", ".jinja"):
-            shutil.copy(file, snapshot)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("FIREWORKS_API_KEY", KEY)
-    monkeypatch.setenv("FIREWORKS_BASE_URL", endpoint.base_url)
-    return tmp_path
-
-
 def execute(folder: Path, notebook: Path = NOTEBOOK, **changes: Any) -> Any:
     declared = papermill.inspect_notebook(str(notebook))
     small = {name: value for name, value in SMALL.items() if name in declared}
@@ -537,6 +449,10 @@ def test_notebook_04_runs_on_the_paid_backend(account: Path, events: list[str]) 
         ("03_one_update", {}),
         ("05_before_and_after", {"RANGES": [[10, 99], [100, 300]]}),
         ("06_checkpoints", {"STEPS": 4}),
+        (
+            "08_losses_and_stability",
+            {"UPDATES": 2, "POOL_TASKS": 4, "POOL_GROUP": 4},
+        ),
         ("10_reward_design", {}),
     ],
 )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fireworks.training.sdk import Datum
 from noise_policy import plain
 
-from rlhelpers.datums import RolloutFailed, check_run
-from rlhelpers.kl import kl_per_token, measure_kl
+from rlhelpers.datums import RolloutFailed, check_run, make_datum, make_training_batch
+from rlhelpers.kl import kl_penalised, kl_per_token, measure_kl
 from rlhelpers.metrics import read_metrics, read_resume_state
 from rlhelpers.models import PRESETS
 from rlhelpers.service import TrainingSession
@@ -148,3 +150,129 @@ async def test_a_run_records_it_where_asked(
     every = dataclasses.replace(config, kl_every=1)
     again = await train_step(session, TASKS[:2], config=every, run_dir=tmp_path / "on")
     assert again.metrics.kl is not None
+
+
+# -- a penalty that holds the policy ------------------------------------------------
+
+
+def test_the_penalty_by_hand() -> None:
+    two = make_datum([1, 2], [3, 4], [-0.25, -0.5], 1.0)
+    one = make_datum([1], [5], [-1.0], -1.0)
+    base = [np.array([-7.0, -1.25, -0.5]), np.array([-3.0])]
+    # d is 1, 0 and 2, their mean 1; the prompt's −7 is masked.
+    held = kl_penalised([two, one], base, 0.25)
+    rows = [datum.loss_fn_inputs["advantages"].tolist() for datum in held]
+    assert rows == [[0.0, 1.0, 1.25], [-1.25]]
+    for before, after in zip((two, one), held, strict=True):
+        for name in ("target_tokens", "logprobs"):
+            kept = after.loss_fn_inputs[name].tolist()
+            assert kept == before.loss_fn_inputs[name].tolist()
+        assert after.model_input.to_ints() == before.model_input.to_ints()
+    assert kl_penalised([], [], 0.25) == []
+    with pytest.raises(ValueError):
+        kl_penalised([two], [], 0.25)
+
+
+def test_a_token_of_advantage_0_is_held_too() -> None:
+    middle = make_datum([1, 2], [3], [-0.5], 0.0)  # rewards 0, 0.5, 1: the middle one
+    other = make_datum([1, 2], [4], [-0.5], 1.0)
+    base = [np.array([-1.0, -2.5]), np.array([-1.0, -0.5])]
+    held, _ = kl_penalised([middle, other], base, 1.0)
+    assert held.loss_fn_inputs["advantages"].tolist() == [0.0, -1.0]
+
+
+def test_its_expected_push_is_minus_the_gradient_of_the_kl() -> None:
+    """One token of three words, whose KL torch differentiates."""
+    import torch
+
+    logits = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    base = torch.log_softmax(torch.tensor([1.0, 0.5, -0.5], dtype=torch.float64), 0)
+    policy = torch.log_softmax(logits, 0)
+    kl = (policy.exp() * (policy - base)).sum()
+    (exact,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    expected = torch.zeros(3, dtype=torch.float64)
+    # One datum for each word; the baseline is a constant for this purpose.
+    datums = [make_datum([1], [w], [float(policy[w])], 0.0) for w in range(3)]
+    rows = kl_penalised(datums, [np.array([float(b)]) for b in base], 0.5)
+    for word, datum in enumerate(rows):
+        (advantage,) = datum.loss_fn_inputs["advantages"].tolist()
+        (push,) = torch.autograd.grad(policy[word], logits, retain_graph=True)
+        expected += float(policy[word].exp()) * advantage * push
+    assert expected.numpy() == pytest.approx(-0.5 * exact.numpy(), abs=1e-6)
+
+
+def test_a_coefficient_that_cannot_work() -> None:
+    for value in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="kl_coefficient must be a number of at"):
+            TrainConfig(max_tokens=16, kl_coefficient=value)
+    config = TrainConfig(max_tokens=16, steps=10, kl_every=5, kl_coefficient=0.1)
+    assert config.kl_rollouts == (2 + 10) * 64
+
+
+async def test_off_it_changes_nothing_and_asks_nothing(
+    session: TrainingSession, tmp_path: Path
+) -> None:
+    assert TrainConfig(max_tokens=16).kl_coefficient == 0
+    config = TrainConfig.from_preset(session.preset, tasks_per_step=4, group_size=8)
+    result = await train_step(session, TASKS, config=config, run_dir=tmp_path / "run")
+    built, _ = make_training_batch(result.runs)
+
+    def rows(datums: Iterable[Datum]) -> list[dict[str, Any]]:
+        return [{k: v.data for k, v in d.loss_fn_inputs.items()} for d in datums]
+
+    assert result.updated
+    assert rows(result.datums) == rows(built)
+    prompts = sum(len(check_run(run).prompt_token_ids) for run in result.runs)
+    assert session.usage.counts.prefill == prompts
+
+
+async def test_it_holds_the_policy(session: TrainingSession, tmp_path: Path) -> None:
+    """The same step from the same rollouts ends nearer the base model."""
+    moved = {}
+    for coefficient in (0.0, 5.0):
+        session.new_policy()
+        config = TrainConfig.from_preset(
+            session.preset,
+            steps=6,
+            tasks_per_step=4,
+            group_size=8,
+            learning_rate=2e-2,
+            kl_every=1,
+            kl_coefficient=coefficient,
+        )
+        result = await train(
+            session,
+            TASKS,
+            config=config,
+            run_dir=tmp_path / f"beta-{coefficient:g}",
+            progress=False,
+        )
+        rows = result.metrics
+        assert all(row.kl is not None for row in rows)
+        moved[coefficient] = rows[-1].kl or 0.0
+        # The base model reads each rollout for the KL, and each datum for the penalty.
+        read = rows[-1].prefill_tokens
+        assert read > rows[-1].sampled_tokens
+    assert 0 < moved[5.0] < moved[0.0] / 2
+
+
+async def test_the_penalty_reads_the_datums_once_more(
+    session: TrainingSession, tmp_path: Path
+) -> None:
+    config = TrainConfig.from_preset(
+        session.preset, tasks_per_step=4, group_size=8, kl_coefficient=0.1
+    )
+    result = await train_step(session, TASKS, config=config, run_dir=tmp_path / "run")
+    prompts = sum(len(check_run(run).prompt_token_ids) for run in result.runs)
+    read = sum(datum.model_input.length for datum in result.datums)
+    assert result.metrics.prefill_tokens == prompts + read
+    # A fresh adapter is the base model: nothing to hold yet.
+    for datum, record in zip(
+        result.datums,
+        [record for record in result.records if record.advantage is not None],
+        strict=True,
+    ):
+        weights = datum.loss_fn_inputs["advantages"].to_numpy()
+        assert weights[-record.output_tokens :] == pytest.approx(
+            record.advantage, abs=1e-4
+        )

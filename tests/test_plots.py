@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlhelpers.analysis import (
     wilson_interval,
 )
 from rlhelpers.calibration import GroupSummary
+from rlhelpers.losses import TrainedTokens
 from rlhelpers.metrics import StepMetrics
 
 SMALL, LARGE = (1, 9), (10, 99)
@@ -29,6 +31,11 @@ CELLS = {
     (SMALL, LARGE): GroupSummary(3, 2, 0.6, 0.5),
     (LARGE, LARGE): GroupSummary(3, 2, 0.3, 0.4),
 }
+#: Tokens of a batch before any update, after one, and after two.
+HISTORY = [
+    TrainedTokens(np.array(ratios), np.array([1.0, -1.0]), np.array([-0.5, -0.5]))
+    for ratios in ([1.0, 1.0], [1.5, 1.0], [2.0, 0.5])
+]
 
 
 @pytest.fixture
@@ -73,6 +80,9 @@ def draw_all(metrics: list[StepMetrics], rollouts: list[Any]) -> list[Figure]:
         plots.plot_accuracy_by_range({"1 to 9": compare_before_after(*paired)}),
         plots.plot_checkpoints(metrics, {0: summarize_outcomes(rollouts)}),
         plots.plot_reward_and_truth({"a": metrics, "b": metrics}, {"a": {0: 0.7}}),
+        plots.plot_losses(),
+        plots.plot_repeated_updates({"ppo": HISTORY, "cispo": HISTORY[:2]}),
+        plots.plot_runs({"a": metrics, "b": metrics}, held_out={"b": 0.7}),
     ]
 
 
@@ -212,6 +222,16 @@ def test_the_heat_map_writes_each_cell_and_leaves_gaps() -> None:
     assert "3 groups per cell" in figure.axes[0].get_title()
 
 
+def test_the_heat_map_frames_the_cells_of_a_range() -> None:
+    bands = ((1, 9), (10, 49), (50, 99), (100, 299))
+    cells = {(a, b): GroupSummary(3, 1, 0.5, 0.2) for a in bands for b in bands}
+    for panel in plots.plot_range_heatmap(cells, framed=(10, 99)).axes[:2]:
+        frames = [patch for patch in panel.patches if not patch.get_fill()]
+        assert {box.get_bbox().bounds for box in frames} == {(0.5, 0.5, 2.0, 2.0)}
+    for panel in plots.plot_range_heatmap(cells, framed=(20, 30)).axes[:2]:
+        assert not panel.patches  # no cell lies in it
+
+
 def test_the_signal_is_largest_at_one_half() -> None:
     left, right = plots.plot_group_signal((2, 4)).axes
     line = left.lines[0].get_xydata()
@@ -242,6 +262,30 @@ def test_changes_are_coloured_by_the_way_they_were_pushed() -> None:
     marks = [line for line in figure.axes[0].lines if line.get_marker() == "|"]
     means = [line.get_xdata() for line in marks]
     assert [float(np.ravel(x)[0]) for x in means] == pytest.approx([0.2, -0.2])
+
+
+def test_rollouts_pushed_up_stand_above_those_pushed_down() -> None:
+    figure = plots.plot_logprob_changes(
+        [[-0.2], [0.1], [0.4]], [-1.5, 0.5, 1.0], ["down", "up", "most"]
+    )
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "most",
+        "up",
+        "down",
+    ]
+    assert axes.yaxis_inverted()  # the first row is on top
+    dots = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [float(line.get_xdata()[0]) for line in dots] == [0.4, 0.1, -0.2]
+
+
+def test_a_datum_frames_the_tokens_that_the_policy_was_unsure_of() -> None:
+    # e^-0.2 is 82 %, e^-0.1 is 90.5 %; what is masked was never sampled
+    figure = plots.plot_datum(
+        ["a", "b", "c", "d"], [0, 1.5, 1.5, -1.5], [0, -0.2, -0.1, -2.0]
+    )
+    boxes = [patch for patch in figure.axes[0].patches if not patch.get_fill()]
+    assert [int(box.get_x()) for box in boxes] == [1, 3]
 
 
 def test_transition_cells_show_the_counts() -> None:
@@ -341,3 +385,63 @@ def test_reward_and_truth_are_drawn_apart(metrics: list[StepMetrics]) -> None:
     assert "held-out accuracy, greedy, 70.0% after 0 steps, 20.0% after 8" in words
     with pytest.raises(ValueError, match="no runs"):
         plots.plot_reward_and_truth({}, {})
+
+
+def test_losses_are_drawn_as_they_are() -> None:
+    figure = plots.plot_losses(clip=(0.5, 2.0), sampled_probability=0.5)
+    above, right, below, _ = figure.axes
+    ratio = above.get_lines()[0].get_xdata()
+    assert [line.get_label() for line in right.get_lines()][:3] == [
+        "importance_sampling",
+        "ppo",
+        "cispo",
+    ]
+    # For an advantage of +1, at the last ratio, 2.2: −2.2, −min(2.2, 2), and
+    # −2 · (log 0.5 + log 2.2).
+    ends = [line.get_ydata()[-1] for line in above.get_lines()[:3]]
+    assert ends == pytest.approx([-2.2, -2.0, -2 * np.log(1.1)])
+    assert [line.get_ydata()[-1] for line in below.get_lines()[:3]] == pytest.approx(
+        [2.2, 0.0, 2.0]
+    )
+    assert ratio[-1] == pytest.approx(2.2)
+    assert "ppo stops pushing up above 2 and down below 0.5" in str(figure)
+
+
+def test_repeated_updates_show_clip_share_and_ends() -> None:
+    figure = plots.plot_repeated_updates({"ppo": HISTORY, "cispo": HISTORY[:2]})
+    left, right = figure.axes
+    assert [list(line.get_ydata()) for line in left.get_lines()] == [
+        [0.0, 0.5, 1.0],
+        [0.0, 0.5],
+    ]
+    low, high = right.get_lines()[:2]
+    assert low.get_ydata()[-1] == pytest.approx(0.515)  # 1 % of the way up from 0.5
+    assert high.get_ydata()[-1] == pytest.approx(1.985)
+    words = str(figure)
+    assert "ppo, 2 updates: 100.0% of 2 tokens outside the bounds" in words
+    assert "cispo, 1 updates: 50.0% of 2 tokens" in words
+    for nothing in ({}, {"ppo": []}):
+        with pytest.raises(ValueError, match="no updates"):
+            plots.plot_repeated_updates(nothing)
+
+
+def test_runs_side_by_side(metrics: list[StepMetrics]) -> None:
+    held = [dataclasses.replace(row, kl=row.step / 100) for row in metrics]
+    figure = plots.plot_runs({"free": metrics, "held": held}, held_out={"held": 0.7})
+    right, invalid, wrong, kl = figure.axes
+    assert list(right.get_lines()[0].get_ydata()) == [40 / 64] * 8
+    assert list(invalid.get_lines()[0].get_ydata()) == [10 / 64] * 8
+    assert list(wrong.get_lines()[0].get_ydata()) == [14 / 54] * 8  # of 40 + 14
+    assert [list(line.get_ydata()) for line in kl.get_lines()] == [
+        [],  # not measured in the first run
+        [n / 100 for n in range(1, 9)],
+    ]
+    (diamond,) = [line for line in right.get_lines() if line.get_marker() == "D"]
+    assert list(diamond.get_ydata()) == [0.7]
+    words = str(figure)
+    assert "free, 8 steps and 512 rollouts; right 62% to 62%" in words
+    assert "wrong integers 22% to 22%; KL to the base 0.080 nats per token" in words
+    assert "held-out accuracy, greedy, 70.0%." in words
+    assert len(plots.plot_runs({"free": metrics}).axes) == 3
+    with pytest.raises(ValueError, match="no runs"):
+        plots.plot_runs({})

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from noise_policy import plain
 
-from rlhelpers.analysis import OUTCOMES, classify_outcome
+from rlhelpers.analysis import OUTCOMES, classify_outcome, mentions_integer
+from rlhelpers.answers import parse_final_integer
 from rlhelpers.arithmetic import (
     PROMPT_TEMPLATE,
     grade_final_integer,
@@ -314,8 +315,15 @@ def mentions(answer: object, expected: int) -> float:
     return float(str(expected) in str(answer))
 
 
+def stepwise(answer: object, expected: int) -> float:
+    got = parse_final_integer(str(answer))
+    if got is None:
+        return 0.05 * mentions_integer(str(answer), expected)
+    return 1.0 if got == expected else 0.2
+
+
 def brief(answer: object, expected: int) -> float:
-    return partial(str(answer), expected) * (1 - len(str(answer)) / 10_000)
+    return stepwise(answer, expected) * (1 - len(str(answer)) / 10_000)
 
 
 @pytest.mark.parametrize(
@@ -347,6 +355,13 @@ def test_length_alone_is_enough_to_fail(capsys: Capture) -> None:
     assert "after one line of work" in failures[0]
 
 
-def test_partial_credit_passes(capsys: Capture) -> None:
-    assert check_reward(partial)
-    assert capsys.readouterr().out.count("✓") == 3
+def test_the_partial_credit_of_the_lesson_is_not_enough(capsys: Capture) -> None:
+    assert not check_reward(partial)
+    failures = [line for line in capsys.readouterr().out.splitlines() if "✗" in line]
+    assert len(failures) == 1
+    assert "'The answer is 1692.' after the work earns 0" in failures[0]
+
+
+def test_partial_credit_by_steps_passes(capsys: Capture) -> None:
+    assert check_reward(stepwise)
+    assert capsys.readouterr().out.count("✓") == 4

@@ -581,3 +581,42 @@ async def test_evaluation_arguments(session: TrainingSession) -> None:
         await evaluate(session, TASKS, sampler=sampler, snapshot="x")
     with pytest.raises(CheckpointError, match="is a training checkpoint"):
         await evaluate(session, TASKS, snapshot=session.save_state("state-0000"))
+
+
+async def test_a_resumed_run_never_reuses_a_name(
+    session: TrainingSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tries; the second dies before it has written a row."""
+    run_dir, asked = tmp_path / "run", list[str]()
+    named = session._unused
+    monkeypatch.setattr(session, "_unused", lambda n: asked.append(n) or named(n))
+
+    async def go(steps: int, stop: bool = False) -> None:
+        def leave(result: StepResult) -> None:
+            if stop:
+                raise RuntimeError("stopped here")
+
+        settings = config(session, steps=steps, checkpoint_every=1)
+        await train(
+            session,
+            TASKS,
+            config=settings,
+            run_dir=run_dir,
+            resume=True,
+            on_step=leave,
+            progress=False,
+        )
+
+    with pytest.raises(RuntimeError, match="stopped here"):
+        await go(3, stop=True)
+    session.usage.limit = session.usage.counts.total + 1  # no rollout fits
+    with pytest.raises(TokenLimitReached):
+        await go(3)
+    session.usage.limit = None
+    await go(3)
+    assert [row.attempt for row in read_metrics(run_dir / "metrics.jsonl")] == [1, 3, 3]
+    assert len(asked) == len(set(asked))
+    assert {"policy-0000", "state-0001", "policy-0001-a2", "policy-0001-a3"} <= set(
+        asked
+    )
+    assert {"state-0002-a3", "final-state-a3", "final-a3"} <= set(asked)

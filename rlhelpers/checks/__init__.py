@@ -33,6 +33,11 @@ from rlhelpers.checks.environment_and_grader import (
 )
 from rlhelpers.checks.full_run import check_decisions, check_group_size
 from rlhelpers.checks.lesson import Lesson, LessonFailed
+from rlhelpers.checks.losses_and_stability import (
+    check_knobs,
+    check_ppo_loss,
+    check_pushes,
+)
 from rlhelpers.checks.one_update import (
     check_advantage_function,
     check_advantages,
@@ -60,9 +65,12 @@ __all__ = [
     "check_flat_share",
     "check_grader",
     "check_group_size",
+    "check_knobs",
     "check_mcnemar",
     "check_missing_case",
     "check_on_policy_loss",
+    "check_ppo_loss",
+    "check_pushes",
     "check_remedies",
     "check_resume_plan",
     "check_reward",

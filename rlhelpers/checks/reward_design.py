@@ -14,6 +14,8 @@ _REPLIES = Path(__file__).resolve().parents[2] / "data" / "labelled_replies.json
 
 _WORK = "47 * 36 = 47 * 30 + 47 * 6 = 1410 + 282 = 1692"
 _SHORT, _LONG = f"{_WORK}\n1692", "\n".join([_WORK] * 4) + "\n1692"
+#: Replies without a valid ending: the product is in the first alone.
+_KNOWS, _LACKS = f"{_WORK}\nThe answer is 1692.", "Let me think about it step by step."
 
 
 def labelled_replies() -> list[LabelledAnswer]:
@@ -61,16 +63,17 @@ def check_missing_case(grader: Grader, case: object) -> bool:
 def check_reward(grader: object) -> bool:
     """Notebook 10: a reward with partial credit that cannot be gamed by these means.
 
-    Four demands: a finite reward for every labelled reply; every right reply earns
-    more than every wrong one; a wrong integer earns more than no valid ending; length
-    makes no difference.
+    Five demands: a finite reward for every labelled reply; every right reply earns
+    more than every wrong one; a wrong integer earns more than no valid ending; without
+    a valid ending, a reply that holds the right integer earns more than one that does
+    not; length makes no difference.
 
     Args:
         grader: The learner's function of a reply and the right answer; ``...`` if not
             done yet.
 
     Returns:
-        Whether all four hold.
+        Whether all five hold.
     """
     if grader is ...:
         print("… replace the ... with the name of your function")
@@ -97,6 +100,7 @@ def check_reward(grader: object) -> bool:
     checks = (
         _right_earns_most(reward, samples),
         _ending_earns_something(reward, samples),
+        _knowing_earns_something(reward),
         _length_does_not_matter(reward),
     )
     return all(checks)
@@ -123,6 +127,16 @@ def _ending_earns_something(grader: Grader, samples: list[LabelledAnswer]) -> bo
         return True
     print(f"✗ {_short(most)} has no valid ending and earns {_paid(grader, most):g};")
     print(f"  {_short(least)} ends in an integer and earns {_paid(grader, least):g}")
+    return False
+
+
+def _knowing_earns_something(grader: Grader) -> bool:
+    knows, lacks = (reward_of(grader, text, 1692) for text in (_KNOWS, _LACKS))
+    if knows > lacks:
+        print("✓ without a valid ending, the right integer in the text earns something")
+        return True
+    print(f"✗ 'The answer is 1692.' after the work earns {knows:g}, and a reply that")
+    print(f"  never gets there {lacks:g}: a group of these two has to teach something")
     return False
 
 

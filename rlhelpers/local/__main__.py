@@ -8,6 +8,7 @@ import sys
 import threading
 from types import FrameType
 
+from .faults import Fault
 from .server import LocalService, PortTaken
 
 
@@ -18,7 +19,12 @@ def main() -> int:
     """
     arguments, models = _read_arguments()
     stop = _stop_on_signals()
-    service = LocalService(arguments.state_dir, models=models, port=arguments.port)
+    service = LocalService(
+        arguments.state_dir,
+        models=models,
+        port=arguments.port,
+        faults=arguments.fault,
+    )
     try:
         service.start()
     except PortTaken as error:
@@ -52,6 +58,15 @@ def _read_arguments() -> tuple[argparse.Namespace, dict[str, str]]:
         metavar="NAME=PATH",
         help="serve a further causal LM: a Hugging Face folder, or a .gguf file",
     )
+    parser.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        type=_fault,
+        metavar="ENDPOINT=STATUS*TIMES",
+        help="answer the first requests for an endpoint amiss, to try a client on it: "
+        "completions=503*3, or retrieve_future=paused_capacity*20",
+    )
     arguments = parser.parse_args()
     if not 0 <= arguments.port < 2**16:
         parser.error(f"--port must be from 0 to 65535, got {arguments.port}")
@@ -62,6 +77,13 @@ def _read_arguments() -> tuple[argparse.Namespace, dict[str, str]]:
             parser.error(f"--model takes NAME=PATH, got {item!r}")
         models[name] = path
     return arguments, models
+
+
+def _fault(text: str) -> Fault:
+    try:
+        return Fault.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _stop_on_signals() -> threading.Event:

@@ -116,6 +116,11 @@ class TrainingApi:
                 methods=["GET"],
             ),
             Route("/v1/accounts", self.accounts, methods=["GET"]),
+            Route(
+                "/v1/accounts/{account}/models/{model_id}",
+                _refusals(self.model_entry),
+                methods=["GET"],
+            ),
             Route(session, _refusals(self.delete_session), methods=["DELETE"]),
             Route(
                 f"{session}/checkpoints", _refusals(self.checkpoints), methods=["GET"]
@@ -439,6 +444,15 @@ class TrainingApi:
     async def accounts(self, request: Request) -> Response:
         """The single account that the key belongs to."""
         return JSONResponse({"accounts": [{"name": f"accounts/{ACCOUNT}"}]})
+
+    async def model_entry(self, request: Request) -> Response:
+        """Whether there is a base or promoted model of that name."""
+        name = "accounts/{account}/models/{model_id}".format(**request.path_params)
+        folder = self.store.state_dir / "promoted" / request.path_params["model_id"]
+        promoted = request.path_params["account"] == ACCOUNT and folder.is_dir()
+        if not (promoted or name in self.engine.models):
+            raise UnknownName(f"model {name!r} is not known to the local service")
+        return JSONResponse({"name": name, "state": "READY"})
 
     async def delete_session(self, request: Request) -> Response:
         """End a session: its models and sampler checkpoints go."""

@@ -6,7 +6,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -14,6 +14,7 @@ import uvicorn
 
 from .app import PREFIX, TrainingApi, build_app
 from .engine import Engine
+from .faults import Fault, Faults
 from .loading import default_models
 from .store import CheckpointStore
 
@@ -37,6 +38,7 @@ class LocalService:
             Hugging Face causal LM or a ``.gguf`` file.
         port: a fixed port, or 0 for any free one.
         api_key: a fixed key, or ``None`` for a random one.
+        faults: what to answer amiss first; :attr:`faults` may be added to later.
 
     It listens on 127.0.0.1 only, and answers only to ``api_key``.
     """
@@ -48,10 +50,12 @@ class LocalService:
         models: Mapping[str, str | Path] | None = None,
         port: int = 0,
         api_key: str | None = None,
+        faults: Iterable[Fault] = (),
     ) -> None:
         folders = {name: Path(path) for name, path in (models or {}).items()}
         self.state_dir = Path(state_dir)
         self.api_key = api_key or f"local-{secrets.token_urlsafe(24)}"
+        self.faults = list(faults)
         self._models = {**default_models(), **folders}
         self._port = port
         self._server: uvicorn.Server | None = None
@@ -79,7 +83,7 @@ class LocalService:
         self._engine = Engine(store, self._models)
         self._api = TrainingApi(self._engine, store)
         config = uvicorn.Config(
-            build_app(self._api, self.api_key),
+            Faults(build_app(self._api, self.api_key), self.faults),
             log_level=logging.ERROR,
             access_log=False,
             lifespan="off",
