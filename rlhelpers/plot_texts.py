@@ -243,6 +243,15 @@ def datum_text(
     )
 
 
+def range_left_text(players: Mapping[str, Sequence[float]]) -> str:
+    """Mean numbers left after each guess, for every player."""
+    shown = [
+        f"{name}: " + ", ".join(f"{value:.1f}" for value in left)
+        for name, left in players.items()
+    ]
+    return f"Lines: mean numbers left after 0, 1, … guesses. {_listed(shown)}."
+
+
 def logprob_changes_text(
     changes: Sequence[Sequence[float]], labels: Sequence[str]
 ) -> str:

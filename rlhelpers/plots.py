@@ -494,6 +494,41 @@ def plot_datum(
     return _finished(figure, texts.datum_text(tokens, advantages, logprobs))
 
 
+def plot_range_left(players: Mapping[str, Sequence[float]]) -> Figure:
+    """How many numbers are left after each guess, player by player.
+
+    Args:
+        players: Name → mean numbers left after 0, 1, … guesses, such as
+            :func:`rlhelpers.guessing.mean_range_left` gives. ``"before"`` and
+            ``"after"`` have the colours that they have everywhere.
+
+    Raises:
+        ValueError: There is no player to plot.
+    """
+    if not players:
+        raise ValueError("no players to plot: give at least one row of numbers")
+    with _style():
+        figure, axes = _subplots(figsize=(7, 3.6))
+        for name, left in players.items():
+            axes.plot(
+                range(len(left)),
+                left,
+                color=COLORS.get(name, COLORS["held_out"]),
+                linestyle="-" if name in COLORS else "--",
+                marker="o",
+                ms=4,
+                label=name,
+            )
+        axes.set(
+            xlabel="guesses made",
+            ylabel="numbers left (mean)",
+            title="What is left of the range after each guess",
+            ylim=(0, None),
+        )
+        axes.legend()
+    return _finished(figure, texts.range_left_text(players))
+
+
 def plot_logprob_changes(
     changes: Sequence[Sequence[float]],
     advantages: Sequence[float],
