@@ -67,6 +67,7 @@ from rlhelpers.arithmetic import grade_final_integer  # noqa: E402
 from rlhelpers.calibration import calibrate  # noqa: E402
 from rlhelpers.datums import RolloutFailed, make_datum, make_training_batch  # noqa: E402
 from rlhelpers.diagnosis import diagnose  # noqa: E402
+from rlhelpers.episodes import EpisodeAgent  # noqa: E402
 from rlhelpers.evaluation import evaluate  # noqa: E402
 from rlhelpers.sampling import PolicyAgent  # noqa: E402
 from rlhelpers.service import connect  # noqa: E402
@@ -79,6 +80,7 @@ from rlhelpers.tasks import (  # noqa: E402
 from rlhelpers.training import TrainConfig, train, train_step  # noqa: E402
 
 __all__ = [
+    "EpisodeAgent",
     "PolicyAgent",
     "RolloutFailed",
     "TaskPool",

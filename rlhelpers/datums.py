@@ -2,8 +2,9 @@
 
 A datum is one rollout as the training service sees it: the tokens read, the tokens
 to predict, and for each of these the log-probability it was sampled with and the
-advantage to weight it by. Everything is checked here, before any request: a
-misaligned batch trains without an error and teaches nonsense.
+advantage to weight it by. A rollout of several turns is one datum too, with every reply
+trained and every user turn masked (:class:`Episode`). Everything is checked here,
+before any request: a misaligned batch trains without an error and teaches nonsense.
 
 No I/O, no service; only the SDK's own data types.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fireworks.training.sdk import Datum, ModelInput
@@ -33,20 +35,112 @@ class RolloutFailed(RuntimeError):
     """A rollout did not finish: its reward says nothing about the policy."""
 
 
+@dataclass(frozen=True)
+class Episode:
+    """The turns of one rollout, joined into one sequence of T tokens.
+
+    Made by :meth:`of`, from samples that each extend the one before. It has what a
+    ``Sample`` has, over all turns: the tokens read before the first reply, and every
+    token sampled, with its log-probability.
+
+    Attributes:
+        token_ids: [T] the first prompt, then replies and user turns in order.
+        sampled: [T] whether the policy wrote the token.
+        prompt_token_ids: The first turn's prompt.
+        output_token_ids: The sampled tokens of all turns, N of them.
+        output_logprobs: [N] the log-probabilities they were sampled with.
+        turns: How many replies.
+    """
+
+    token_ids: tuple[int, ...]
+    sampled: tuple[bool, ...]
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    output_logprobs: list[float]
+    turns: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Any]) -> Episode:
+        """Join samples, the first turn's first.
+
+        Raises:
+            ValueError: A prompt does not extend the turn before it: joined all the
+                same, the datum would train on a conversation that never was.
+
+        >>> from types import SimpleNamespace as Sample
+        >>> first = Sample(
+        ...     prompt_token_ids=[1], output_token_ids=[2], output_logprobs=[-0.5]
+        ... )
+        >>> second = Sample(  # 3 is the user's
+        ...     prompt_token_ids=[1, 2, 3], output_token_ids=[4], output_logprobs=[-1.0]
+        ... )
+        >>> Episode.of([first, second]).sampled
+        (False, True, False, True)
+        """
+        ids: list[int] = []
+        sampled: list[bool] = []
+        for turn, sample in enumerate(samples, start=1):
+            prompt, output = sample.prompt_token_ids, sample.output_token_ids
+            _check_extends(prompt, ids, turn)
+            sampled += [False] * (len(prompt) - len(ids)) + [True] * len(output)
+            ids = [*prompt, *output]
+        return cls(
+            token_ids=tuple(ids),
+            sampled=tuple(sampled),
+            prompt_token_ids=list(samples[0].prompt_token_ids),
+            output_token_ids=[i for sample in samples for i in sample.output_token_ids],
+            output_logprobs=[lp for sample in samples for lp in sample.output_logprobs],
+            turns=len(samples),
+        )
+
+
+def _check_extends(prompt: Sequence[int], before: Sequence[int], turn: int) -> None:
+    """Refuse a turn whose prompt is not what was said before it, and more."""
+    if list(prompt[: len(before)]) == list(before):
+        return
+    pairs = zip(prompt, before, strict=False)
+    same = next(
+        (at for at, (now, then) in enumerate(pairs) if now != then), len(prompt)
+    )
+    raise ValueError(
+        f"the prompt of turn {turn} differs at token {same} from the {len(before)} "
+        "tokens that were read and sampled before it: the conversation was rendered "
+        "anew or shortened. Build each prompt as the last one + its sampled tokens + "
+        "the user's tokens, as EpisodeAgent does; a shortened history needs a rollout "
+        "of its own"
+    )
+
+
+def whole_text(sample: Any) -> tuple[list[int], list[bool]]:
+    """Every token of a rollout, and which of them the policy wrote; both length T.
+
+    Args:
+        sample: What :func:`check_run` returns.
+
+    >>> from types import SimpleNamespace
+    >>> whole_text(SimpleNamespace(prompt_token_ids=[1, 2], output_token_ids=[3]))
+    ([1, 2, 3], [False, False, True])
+    """
+    if isinstance(sample, Episode):
+        return list(sample.token_ids), list(sample.sampled)
+    prompt, output = list(sample.prompt_token_ids), list(sample.output_token_ids)
+    return prompt + output, [False] * len(prompt) + [True] * len(output)
+
+
 def check_run(run: Any) -> Any:
-    """Return the run's one token sample, or say why the run must not be used.
+    """Return the run's token sample, or say why the run must not be used.
 
     HUD keeps a reward on a failed run too (0.0, or even 1.0 when grading succeeded
     after the agent broke), so the reward alone cannot tell a failure from a wrong
-    answer. A run counts only with status ``completed``, no grading error, and
-    exactly one recorded sample.
+    answer. A run counts only with status ``completed``, no grading error, and a
+    recorded sample for each of its turns.
 
     Args:
         run: A HUD ``Run``.
 
     Returns:
-        The ``Sample`` of its assistant step: ``prompt_token_ids``,
-        ``output_token_ids`` and ``output_logprobs``.
+        The ``Sample`` of its assistant step, or of several the :class:`Episode`: both
+        have ``prompt_token_ids``, ``output_token_ids`` and ``output_logprobs``.
 
     Raises:
         RolloutFailed: Names the task and the cause.
@@ -66,14 +160,12 @@ def check_run(run: Any) -> Any:
             "has no recorded tokens: use an agent that stores a Sample on its "
             "assistant step, such as PolicyAgent",
         )
-    if len(samples) > 1:
-        raise _failed(
-            run,
-            f"has {len(samples)} assistant samples: this batch builder handles "
-            "single-turn tasks; several turns need one datum per turn, with user "
-            "and tool tokens masked",
-        )
-    return samples[0]
+    if len(samples) == 1:
+        return samples[0]
+    try:
+        return Episode.of(samples)
+    except ValueError as error:
+        raise _failed(run, f"cannot be joined: {error}") from error
 
 
 def make_datum(
@@ -131,6 +223,50 @@ def make_datum(
     )
 
 
+def make_episode_datum(episode: Episode, advantage: float) -> Datum:
+    """Build the one datum of a rollout of several turns.
+
+    Laid out as in :func:`make_datum`. Of the T − 1 positions, those that predict a
+    sampled token carry its log-probability and the rollout's advantage, the same in
+    every turn; those that predict a token of the prompt or of a user turn carry 0 and
+    0, and so teach nothing.
+
+    Args:
+        episode: The rollout's turns.
+        advantage: The rollout's advantage.
+
+    Raises:
+        ValueError: As :func:`make_datum`.
+
+    >>> episode = Episode((1, 2, 3, 4), (False, True, False, True), [1], [2, 4],
+    ...                   [-0.5, -1.0], 2)
+    >>> make_episode_datum(episode, 2.0).loss_fn_inputs["advantages"].tolist()
+    [2.0, 0.0, 2.0]
+    """
+    tokens = _token_ids(episode.token_ids, "token_ids")
+    _token_ids(episode.prompt_token_ids, "prompt_token_ids")
+    count = sum(episode.sampled)
+    if len(episode.output_logprobs) != count:
+        raise ValueError(
+            f"{count} sampled tokens but {len(episode.output_logprobs)} "
+            "log-probabilities: each sampled token needs the one it was sampled with"
+        )
+    weight = _finite(advantage, "advantage")
+    logprobs = iter(
+        _finite(value, f"output_logprobs[{i}]")
+        for i, value in enumerate(episode.output_logprobs)
+    )
+    trained = episode.sampled[1:]
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": tokens[1:],
+            "logprobs": [next(logprobs) if own else 0.0 for own in trained],
+            "advantages": [weight if own else 0.0 for own in trained],
+        },
+    )
+
+
 def make_scoring_datum(
     prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
 ) -> Datum:
@@ -175,7 +311,8 @@ def make_training_batch(
         make no update.
 
     Raises:
-        RolloutFailed: A run failed or holds no single token sample.
+        RolloutFailed: A run failed, holds no token sample, or its turns do not extend
+            each other.
         ValueError: A reward or a token sample is missing, misaligned or not finite.
     """
     batch = list(runs)
@@ -198,6 +335,8 @@ def make_training_batch(
 
 def _run_datum(run: GradedRun, sample: Any, advantage: float) -> Datum:
     try:
+        if isinstance(sample, Episode):
+            return make_episode_datum(sample, advantage)
         return make_datum(
             sample.prompt_token_ids,
             sample.output_token_ids,

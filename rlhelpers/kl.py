@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from fireworks.training.sdk import Datum
 
-from rlhelpers.datums import check_run, make_scoring_datum
+from rlhelpers.datums import check_run, make_scoring_datum, whole_text
 
 if TYPE_CHECKING:
     from rlhelpers.service import TrainingSession
@@ -73,20 +73,20 @@ async def measure_kl(session: TrainingSession, runs: Sequence[Any]) -> float:
         TokenLimitReached: The pass does not fit under the session's limit.
     """
     samples = [check_run(run) for run in runs]
-    datums = [
-        make_scoring_datum(sample.prompt_token_ids, sample.output_token_ids)
-        for sample in samples
-    ]
+    texts = [whole_text(sample) for sample in samples]
+    datums = [make_scoring_datum(tokens[:1], tokens[1:]) for tokens, _ in texts]
     client = await asyncio.to_thread(session.reference)
     with session.waits.operation("the base model's pass", polls=True):
         future = await client.forward_async(datums, "cross_entropy")
         output = await future.result_async()
     policy: list[float] = []
     base: list[float] = []
-    for sample, scored in zip(samples, output.loss_fn_outputs, strict=True):
+    for sample, (_, sampled), scored in zip(
+        samples, texts, output.loss_fn_outputs, strict=True
+    ):
         policy += sample.output_logprobs
-        # The positions before these predict the prompt.
-        base += scored["logprobs"].to_numpy()[-len(sample.output_token_ids) :].tolist()
+        # Position i predicts token i + 1; the others predict what was only read.
+        base += scored["logprobs"].to_numpy()[np.array(sampled[1:])].tolist()
     return kl_per_token(policy, base)
 
 

@@ -136,7 +136,12 @@ async def roll_out(
         append_rollouts(place.run_dir / file, written)
 
     runs = await collect_rollouts(
-        sampler, tasks, plan=plan, runtime=await session.runtime(), save=save
+        sampler,
+        tasks,
+        plan=plan,
+        runtime=await session.runtime(),
+        save=save,
+        agent_type=session.agent_type,
     )
     return runs, written
 

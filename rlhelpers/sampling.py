@@ -28,6 +28,7 @@ from rlhelpers.analysis import classify_outcome
 from rlhelpers.datums import RolloutFailed, check_run
 from rlhelpers.metrics import RolloutRecord
 from rlhelpers.refusals import explained
+from rlhelpers.turns import takes_turns
 from rlhelpers.usage import BusyClock, TokenLimitReached, TokenUsage
 from rlhelpers.waits import Waits
 
@@ -282,7 +283,7 @@ def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:
         )
 
 
-def _message(turn: mcp_types.PromptMessage) -> dict[str, str]:
+def prompt_message(turn: mcp_types.PromptMessage) -> dict[str, str]:
     """One HUD prompt turn as a chat-template message."""
     if not isinstance(turn.content, mcp_types.TextContent):
         raise ValueError(
@@ -355,7 +356,9 @@ class PolicyAgent(Agent[AgentConfig]):
         seed: int = 0,
         refused: list[TokenLimitReached] | None = None,
     ) -> None:
-        super().__init__(AgentConfig(model=sampler.snapshot, model_name="PolicyAgent"))
+        super().__init__(
+            AgentConfig(model=sampler.snapshot, model_name=type(self).__name__)
+        )
         self.sampler = sampler
         self.settings = settings
         self.seed = seed
@@ -384,43 +387,73 @@ class PolicyAgent(Agent[AgentConfig]):
             raise
 
     async def _answer(self, run: Run) -> None:
+        if takes_turns(run):
+            raise ValueError(
+                f"task {run.task_id!r} takes several turns and PolicyAgent answers "
+                "one: connect with agent=EpisodeAgent"
+            )
+        prompt_ids = self.render([prompt_message(turn) for turn in run.prompt_messages])
+        reply, _ = await self.take_turn(run, prompt_ids, seed=self.seed, done=True)
+        run.trace.content = reply
+
+    async def take_turn(
+        self, run: Run, prompt_ids: list[int], *, seed: int, done: bool
+    ) -> tuple[str, list[int]]:
+        """Sample one reply and record it as an ``AgentStep`` with its ``Sample``.
+
+        Args:
+            run: The live run.
+            prompt_ids: Token ids of everything before the reply.
+            seed: Seed of the request.
+            done: Whether no turn can follow.
+
+        Returns:
+            The reply's text and its sampled token ids.
+        """
         tokenizer = self.sampler.tokenizer
-        prompt_ids = self.render([_message(turn) for turn in run.prompt_messages])
         started_at = now_iso()
-        sequence = await self.sampler.sample(prompt_ids, self.settings, self.seed)
+        sequence = await self.sampler.sample(prompt_ids, self.settings, seed)
         tail = tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False)
         reply = reply_text(
             tokenizer,
             sequence.tokens,
             thinking_open=str(tail).rstrip().endswith("<think>"),
         )
+        output = list(sequence.tokens)
         run.record(
             AgentStep(
                 content=reply,
-                done=True,
+                done=done,
                 finish_reason=sequence.stop_reason,
                 model=self.sampler.snapshot,
                 started_at=started_at,
                 usage=Usage(
                     prompt_tokens=len(prompt_ids),
-                    completion_tokens=len(sequence.tokens),
+                    completion_tokens=len(output),
                 ),
                 sample=Sample(
                     prompt_token_ids=prompt_ids,
-                    output_token_ids=list(sequence.tokens),
+                    output_token_ids=output,
                     output_logprobs=list(sequence.logprobs or []),
                 ),
             )
         )
-        run.trace.content = reply
+        return reply, output
+
+
+def sampled_steps(run: Run) -> list[AgentStep]:
+    """The run's assistant steps with a recorded sample, one for each turn."""
+    return [
+        step
+        for step in run.trace.steps
+        if isinstance(step, AgentStep) and step.sample is not None
+    ]
 
 
 def sampled_step(run: Run) -> AgentStep | None:
-    """The run's assistant step with a recorded sample, or None."""
-    for step in reversed(run.trace.steps):
-        if isinstance(step, AgentStep) and step.sample is not None:
-            return step
-    return None
+    """The last assistant step with a recorded sample, or None."""
+    steps = sampled_steps(run)
+    return steps[-1] if steps else None
 
 
 @dataclass(frozen=True)
@@ -456,6 +489,7 @@ async def collect_rollouts(
     plan: RolloutPlan,
     runtime: Provider,
     save: Callable[[list[Run]], None] | None = None,
+    agent_type: type[PolicyAgent] = PolicyAgent,
 ) -> list[Run]:
     """Run ``group_size`` rollouts of every task, all at once.
 
@@ -466,6 +500,7 @@ async def collect_rollouts(
         runtime: Where HUD runs the tasks, such as ``await session.runtime()``.
         save: Called with all runs, failed ones included, before they are checked, so
             that what was paid for is on disk whatever happens next.
+        agent_type: What answers the tasks; for several turns, ``EpisodeAgent``.
 
     Returns:
         ``len(tasks) * group_size`` runs, task by task.
@@ -479,7 +514,7 @@ async def collect_rollouts(
     """
     refused: list[TokenLimitReached] = []
     agents = [
-        PolicyAgent(
+        agent_type(
             sampler,
             plan.settings,
             seed=rollout_seed(plan.seed, plan.step, task_index, rollout_index),
@@ -509,7 +544,9 @@ async def collect_rollouts(
             "finish_reason": step.finish_reason if step else None,
             # The stop reason decides, never the length: a reply may end by itself
             # at the very last token, or be cut earlier by the context.
-            "token_limit": step is not None and step.finish_reason == "length",
+            "token_limit": any(
+                step.finish_reason == "length" for step in sampled_steps(run)
+            ),
         }
         return run
 

@@ -66,7 +66,7 @@ from rlhelpers.preflight import (
 )
 from rlhelpers.refusals import explained, require_known_model
 from rlhelpers.rewards import Grader, grader_name
-from rlhelpers.sampling import PolicySampler
+from rlhelpers.sampling import PolicyAgent, PolicySampler
 from rlhelpers.usage import TokenUsage, UsageReport
 from rlhelpers.waits import Waits, deafen, listen
 
@@ -108,6 +108,7 @@ class TrainingSession:
         tokenizer: The tokenizer that fits the base model.
         usage: Token counters with the session's limit.
         seed: Seed of the adapter's initial weights.
+        agent_type: What answers tasks, for a rollout each.
         runs_dir: Folder that holds this and other runs.
         banner: What runs where, and its bound on cost.
         waits: Tells what the session waits for at the service.
@@ -126,6 +127,7 @@ class TrainingSession:
         runs_dir: Path,
         seed: int,
         task_runtime: Provider,
+        agent_type: type[PolicyAgent],
         keep_session: bool,
         waits: Waits,
         notes: SessionNotes | None,
@@ -137,6 +139,7 @@ class TrainingSession:
         self.banner = banner
         self.runs_dir = runs_dir
         self.seed = seed
+        self.agent_type = agent_type
         self.closed = False
         #: Optimizer steps taken by the current adapter in this session.
         self.updates = 0
@@ -717,6 +720,7 @@ def connect(
     resume_from: str | None = None,
     seed: int = 0,
     task_runtime: Provider | None = None,
+    agent: type[PolicyAgent] = PolicyAgent,
     keep_session: bool = False,
     quiet: bool = False,
 ) -> TrainingSession:
@@ -752,6 +756,8 @@ def connect(
         seed: Seed of the adapter's initial weights.
         task_runtime: Where HUD runs tasks of your own, such as ``load_tasks(…)``'s
             ``runtime``; default: the course's multiplication environment.
+        agent: What answers the tasks. The default answers with one reply; for tasks
+            of several turns, :class:`~rlhelpers.episodes.EpisodeAgent`.
         keep_session: On Fireworks, leave the session open at close, so that its
             sampler checkpoints can still be promoted.
         quiet: Do not print the banner.
@@ -851,6 +857,7 @@ def connect(
             runs_dir=folder,
             seed=seed,
             task_runtime=task_runtime or LocalRuntime(env),
+            agent_type=agent,
             keep_session=keep_session,
             waits=waits,
             notes=notes,

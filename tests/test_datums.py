@@ -10,7 +10,13 @@ import pytest
 from fireworks.training.sdk import Datum
 
 from rlhelpers import RolloutFailed, make_datum, make_training_batch
-from rlhelpers.datums import check_run, make_scoring_datum
+from rlhelpers.datums import (
+    Episode,
+    check_run,
+    make_episode_datum,
+    make_scoring_datum,
+    whole_text,
+)
 
 
 def row(datum: Datum, name: str) -> list[Any]:
@@ -141,7 +147,7 @@ def test_centred_only_option(graded_run: Callable[..., Any]) -> None:
         ({"status": None}, "None"),
         ({"is_error": True}, "graded text"),
         ({"samples": 0}, "no recorded tokens"),
-        ({"samples": 2}, "2 assistant samples"),
+        ({"samples": 2}, "the prompt of turn 2 differs at token 2 from the 4 tokens"),
     ],
 )
 @pytest.mark.parametrize("reward", [0.0, 1.0])
@@ -176,3 +182,95 @@ def test_misaligned_sample_and_bad_reward_name_the_task(
 
 def test_check_run_returns_the_sample(graded_run: Callable[..., Any]) -> None:
     assert check_run(graded_run("a", 1.0)).output_token_ids == [3, 4]
+
+
+# -- several turns ----------------------------------------------------------------
+
+
+def turn(prompt: list[int], output: list[int], logprobs: list[float]) -> Any:
+    from hud.agents.types import Sample
+
+    return Sample(
+        prompt_token_ids=prompt, output_token_ids=output, output_logprobs=logprobs
+    )
+
+
+#: Prompt 1 2, reply 3 4, the user's 5 6, reply 7, the user's 8, reply 9 0.
+THREE_TURNS = (
+    ([1, 2], [3, 4], [-0.1, -0.2]),
+    ([1, 2, 3, 4, 5, 6], [7], [-0.3]),
+    ([1, 2, 3, 4, 5, 6, 7, 8], [9, 0], [-0.4, -0.5]),
+)
+
+
+def test_an_episode_is_one_datum_with_its_replies_trained() -> None:
+    episode = Episode.of([turn(*parts) for parts in THREE_TURNS])
+    datum = make_episode_datum(episode, 2.0)
+    assert datum.model_input.to_ints() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert row(datum, "target_tokens") == [2, 3, 4, 5, 6, 7, 8, 9, 0]
+    assert row(datum, "advantages") == [0, 2, 2, 0, 0, 2, 0, 2, 2]
+    assert row(datum, "logprobs") == pytest.approx(
+        [0, -0.1, -0.2, 0, 0, -0.3, 0, -0.4, -0.5]
+    )
+    types = {name: t.dtype for name, t in datum.loss_fn_inputs.items()}
+    assert types == {
+        "target_tokens": "int64",
+        "logprobs": "float32",
+        "advantages": "float32",
+    }
+    assert (episode.prompt_token_ids, episode.turns) == ([1, 2], 3)
+    assert episode.output_token_ids == [3, 4, 7, 9, 0]
+    assert whole_text(episode)[0] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
+
+
+def test_an_episode_of_one_turn_is_the_datum_of_one_reply() -> None:
+    parts = ([1, 2], [3, 4], [-0.1, -0.2])
+    joined = make_episode_datum(Episode.of([turn(*parts)]), 0.7)
+    alone = make_datum(*parts, 0.7)
+    assert joined.model_input.to_ints() == alone.model_input.to_ints()
+    for name in alone.loss_fn_inputs:
+        assert row(joined, name) == row(alone, name)
+
+
+@pytest.mark.parametrize(
+    ("second", "place"),
+    [
+        ([1, 2, 3, 9, 5], "turn 2 differs at token 3 from the 4 tokens"),
+        ([1, 2, 3], "turn 2 differs at token 3 from the 4 tokens"),  # history cut
+        ([0, 1, 2, 3, 4, 5], "turn 2 differs at token 0"),  # a system turn came in
+    ],
+)
+def test_a_turn_that_does_not_extend_the_last_is_refused(
+    second: list[int], place: str
+) -> None:
+    samples = [turn([1, 2], [3, 4], [-0.1, -0.2]), turn(second, [7], [-0.3])]
+    with pytest.raises(ValueError, match=place):
+        Episode.of(samples)
+
+
+def test_a_misaligned_episode_is_refused() -> None:
+    episode = Episode.of([turn([1], [2], []), turn([1, 2, 3], [4], [-0.3])])
+    with pytest.raises(ValueError, match="2 sampled tokens but 1 log-prob"):
+        make_episode_datum(episode, 1.0)
+    with pytest.raises(ValueError, match="prompt_token_ids is empty"):
+        make_episode_datum(Episode.of([turn([], [2], [-0.1])]), 1.0)
+    good = Episode.of([turn([1], [2], [math.inf]), turn([1, 2], [4], [-0.3])])
+    with pytest.raises(ValueError, match="output_logprobs"):
+        make_episode_datum(good, 1.0)
+
+
+def test_a_batch_takes_episodes_and_single_replies(
+    graded_run: Callable[..., Any],
+) -> None:
+    from hud.agents.types import AgentStep
+
+    long = graded_run("a", 1.0, samples=0)
+    for parts in THREE_TURNS:
+        long.trace.record(AgentStep(content="x", sample=turn(*parts)))
+    short = graded_run("a", 0.0)
+    datums, kept = make_training_batch([long, short])
+    assert kept == 1
+    weight = 1 / math.sqrt(2)  # two rewards, 1 and 0: ±0.5 / √0.5
+    expected = [weight * own for own in (0, 1, 1, 0, 0, 1, 0, 1, 1)]
+    assert row(datums[0], "advantages") == pytest.approx(expected)
+    assert row(datums[1], "advantages") == pytest.approx([0, -weight, -weight])
