@@ -1,13 +1,14 @@
 """The command line: its flags, and what its exit codes mean.
 
+    python -m rlhelpers check --tasks-file … --env-path …
     python -m rlhelpers calibrate
     python -m rlhelpers train --steps 10
     python -m rlhelpers evaluate --resume-from runs/full-run-…
     python -m rlhelpers diagnose runs/full-run-…
     python -m rlhelpers sessions --release
 
-Exit codes: 0 done; 1 stopped half way, or ``diagnose`` found something; 2 refused
-before anything was sent, with the value and the remedy; 130 interrupted.
+Exit codes: 0 done; 1 stopped half way, or ``check`` or ``diagnose`` found something;
+2 refused before anything was sent, with the value and the remedy; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rlhelpers.commands import (
     CALIBRATION,
     Stopped,
     calibrate_command,
+    check_command,
     diagnose_command,
     evaluate_command,
     plain_text,
@@ -43,8 +45,8 @@ _REFUSALS = (ValueError, OSError, MissingKey, TokenizerUnavailable)
 _EPILOG = """\
 A flag that is left out takes the preset's value. Nothing is sent before the banner is
 printed. The default backend is local: no key, no network, no cost.
-Exit codes: 0 done; 1 stopped half way (or diagnose found something); 2 refused before
-anything was sent; 130 interrupted, and resumable.
+Exit codes: 0 done; 1 stopped half way (or check or diagnose found something); 2 refused
+before anything was sent; 130 interrupted, and resumable.
 """
 _TRAIN_EPILOG = """\
 Ctrl-C is safe: the step in progress is finished or leaves no trace, a checkpoint is
@@ -93,8 +95,11 @@ def _dispatch(command: str, given: dict[str, Any]) -> int:
     if command == "sessions":
         sessions_command(given.get("runs_dir", "runs"), given.get("release"))
         return 0
+    samples = given.pop("samples", None)
     settings, folder = read_settings(given)
     changed = changed_settings(given, folder) if folder is not None else []
+    if command == "check":
+        return int(check_command(settings, samples))
     if command == "calibrate":
         calibrate_command(settings)
     elif command == "evaluate":
@@ -128,6 +133,13 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+
+    checking = add(
+        "check", "Check tasks of your own, without a model: can they be trained on?"
+    )
+    _add_place(checking)
+    _add_tasks(checking)
+    _add_check(checking)
 
     calibrating = add(
         "calibrate", "Sample some tasks: is there anything to learn from?"
@@ -290,6 +302,19 @@ def _add_held_out(group: Any) -> None:
         metavar="N",
         help="tasks held out of training and evaluated",
     )
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the check")
+    group.add_argument(
+        "--samples",
+        metavar="PATH",
+        help="labelled replies, a .jsonl file of rows with task, reply, reward (a "
+        "number or [least, most]) and why",
+    )
+    group.add_argument("--tasks-per-step", type=int, metavar="N", help="as for train")
+    _add_held_out(group)
+    _add_length(group)
 
 
 def _add_calibration(parser: argparse.ArgumentParser) -> None:

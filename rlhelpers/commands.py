@@ -1,4 +1,4 @@
-"""What ``python -m rlhelpers`` does: calibrate, train, evaluate, diagnose.
+"""What ``python -m rlhelpers`` does: check, calibrate, train, evaluate, diagnose.
 
 Each command prepares everything that can be wrong, connects, which prints the banner,
 and only then sends anything. It calls the functions that the notebooks call, with the
@@ -20,7 +20,13 @@ import httpx
 from fireworks.training.sdk import FireworksClient
 from hud.utils.exceptions import HudException
 
-from rlhelpers.analysis import OutcomeTable, compare_before_after, summarize_outcomes
+from rlhelpers.analysis import (
+    OutcomeTable,
+    compare_before_after,
+    compare_rewards,
+    mean_interval,
+    summarize_outcomes,
+)
 from rlhelpers.calibration import CalibrationResult, CalibrationSettings, calibrate
 from rlhelpers.command_settings import Settings
 from rlhelpers.datums import RolloutFailed
@@ -37,6 +43,15 @@ from rlhelpers.preflight import (
     find_key,
     fireworks_url,
     host_of,
+    load_tokenizer,
+)
+from rlhelpers.readiness import (
+    Readiness,
+    check_one_turn,
+    check_signal,
+    check_tasks,
+    grade_replies,
+    read_labelled_replies,
 )
 from rlhelpers.refusals import ServiceRefused
 from rlhelpers.runs import FULL_RUN
@@ -163,6 +178,7 @@ def _connect(
     checkpoint: str | None = None,
 ) -> TrainingSession:
     """Print the banner, then open the session."""
+    _require_one_turn(tasks)
     return connect(
         settings.backend,
         settings.model,
@@ -178,6 +194,55 @@ def _connect(
         resume_from=checkpoint,
         task_runtime=tasks.runtime,
     )
+
+
+def _require_one_turn(tasks: Tasks) -> None:
+    """Refuse tasks that the one-turn agent cannot answer, before anything is sent."""
+    if tasks.runtime is None:
+        return
+    everything = [*tasks.training, *tasks.held_out]
+    one_of_each = {(task.env, task.id): task for task in everything}.values()
+    probing = grade_replies(tasks.runtime, [(task, "") for task in one_of_each])
+    Readiness((check_one_turn(asyncio.run(probing)),)).require()
+
+
+# Check
+
+
+def check_command(settings: Settings, samples: str | None) -> bool:
+    """Check tasks of one's own without a model; whether something failed.
+
+    Args:
+        settings: The command's settings.
+        samples: A file of labelled replies, or None.
+    """
+    settings.check()
+    if not settings.own_tasks:
+        raise ValueError(
+            "check is for tasks of your own: give TASKS_FILE with ENV_PATH, or TASKSET"
+        )
+    config, preset = settings.train_config(), settings.preset
+    loaded = load_tasks(
+        tasks_file=settings.tasks_file,
+        env_path=settings.env_path,
+        taskset=settings.taskset,
+    )
+    checking = check_tasks(
+        loaded,
+        tasks_per_step=config.tasks_per_step,
+        held_out=settings.held_out,
+        calibration=CALIBRATION[0],
+        samples=read_labelled_replies(samples) if samples else (),
+        tokenizer=load_tokenizer(preset),
+        preset=preset,
+        max_tokens=config.max_tokens,
+        seed=settings.seed,
+    )
+    readiness = asyncio.run(checking)
+    _say(str(readiness))
+    if readiness.ready:
+        _say("Ready to calibrate: that alone shows whether there is a signal.")
+    return not readiness.ready
 
 
 # Calibrate
@@ -236,13 +301,8 @@ def _report_calibration(result: CalibrationResult, samples: int) -> None:
     if result.verdict is not None:
         _say(plain_text(result.verdict.to_markdown()))
     else:
-        cut = result.token_limit_share * len(result.records)
-        _say(
-            f"Mean reward {result.reward_mean:.2f}; within-group spread "
-            f"{result.within_group_std:.2f}; {cut:.0f} of {len(result.records)} "
-            "rollouts hit the token limit. These tasks have no outcome classes: read "
-            "the sample texts. A spread of 0 teaches nothing."
-        )
+        _say(f"{check_signal(result.records)}.")
+        _say("These tasks have no outcome classes: read texts beside their rewards.")
     _say(f"\nrollouts   {result.run_dir / 'rollouts.jsonl'}")
 
 
@@ -560,7 +620,10 @@ def sessions_command(runs_dir: str, wanted: list[str] | None) -> None:
 def _report_sides(before: list[RolloutRecord], after: list[RolloutRecord]) -> None:
     """The table at the end: before and after, or one of them, and the verdict."""
     if any(record.outcome is None for record in after):
-        _say(_reward_lines(before, after))
+        if before:
+            _say(plain_text(compare_rewards(before, after).to_markdown()))
+        else:
+            _say(_reward_table(after))
     elif before:
         _say(plain_text(compare_before_after(before, after).to_markdown()))
     else:
@@ -568,23 +631,16 @@ def _report_sides(before: list[RolloutRecord], after: list[RolloutRecord]) -> No
         _say(plain_text(table.to_markdown()))
 
 
-def _reward_lines(before: list[RolloutRecord], after: list[RolloutRecord]) -> str:
-    """Mean rewards of tasks that have no outcome classes."""
-
-    def line(name: str, rows: list[RolloutRecord]) -> str:
-        mean = sum(row.reward for row in rows) / len(rows)
-        tokens = sum(row.output_tokens for row in rows) / len(rows)
-        cut = sum(row.token_limit for row in rows)
-        return f"{name:8}{mean:12.3f}{tokens:13.1f}{cut:17}"
-
-    head = f"{len(after)} tasks  mean reward  mean tokens  token limit hit"
-    lines = [head, *([line("before", before)] if before else []), line("after", after)]
-    if before:
-        old = {row.task: row.reward for row in before}
-        better = sum(row.reward > old[row.task] for row in after)
-        worse = sum(row.reward < old[row.task] for row in after)
-        lines.append(f"{better} tasks earn more than before, {worse} earn less.")
-    return "\n".join(lines)
+def _reward_table(records: list[RolloutRecord]) -> str:
+    """Mean reward of tasks that have no outcome classes, and the length of replies."""
+    rewards = [record.reward for record in records]
+    low, high = mean_interval(rewards)
+    tokens = sum(record.output_tokens for record in records) / len(records)
+    cut = sum(record.token_limit for record in records)
+    return (
+        f"{len(records)} tasks, mean reward {sum(rewards) / len(rewards):.3f} "
+        f"[{low:.3f}, {high:.3f}], mean tokens {tokens:.1f}, {cut} cut off"
+    )
 
 
 def _print_samples(records: Sequence[RolloutRecord]) -> None:

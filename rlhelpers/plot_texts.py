@@ -16,6 +16,7 @@ from rlhelpers.analysis import (
     OUTCOMES,
     Comparison,
     OutcomeSummary,
+    RewardComparison,
     Rollout,
     expected_flat_share,
     records_by_task,
@@ -83,13 +84,20 @@ def dashboard_text(metrics: Sequence[StepMetrics]) -> str:
         for start, end in [_ends([getattr(row, column) for row in metrics])]
         if start is not None and end is not None
     ]
-    if first.valid_rollouts and last.valid_rollouts:
+    if not have_outcomes(metrics):
+        shown.append("no outcomes, because the grader names none")
+    elif first.valid_rollouts and last.valid_rollouts:
         shown += [
             f"{LABELS[outcome]} {getattr(first, outcome) / first.valid_rollouts:.0%} "
             f"to {getattr(last, outcome) / last.valid_rollouts:.0%}"
             for outcome in OUTCOMES
         ]
     return f"Panels over {_steps(metrics)}, first step to last: {_listed(shown)}."
+
+
+def have_outcomes(metrics: Sequence[StepMetrics]) -> bool:
+    """Whether any rollout has an outcome; a grader of one's own may name none."""
+    return any(getattr(row, outcome) for row in metrics for outcome in OUTCOMES)
 
 
 def outcomes_text(before: Iterable[Rollout], after: Iterable[Rollout]) -> str:
@@ -152,6 +160,35 @@ def calibration_bars_text(records: Iterable[Rollout]) -> str:
         cut = f" ({summary.token_limit} cut off)" if summary.token_limit else ""
         shown.append(f"{task}: {text}{cut}")
     return f"One bar per task, {len(shown)} tasks: {_listed(shown)}."
+
+
+def group_rewards_text(records: Iterable[Rollout]) -> str:
+    """Task by task, the lowest, mean and highest reward."""
+    shown = []
+    for task, rollouts in records_by_task(records).items():
+        rewards = [float(rollout.reward) for rollout in rollouts]
+        cut = sum(bool(rollout.token_limit) for rollout in rollouts)
+        shown.append(
+            f"{task}: {min(rewards):.2f} to {max(rewards):.2f}, mean "
+            f"{fmean(rewards):.2f}" + (f" ({cut} cut off)" if cut else "")
+        )
+    return f"Rewards of each task's rollouts, {len(shown)} tasks: {_listed(shown)}."
+
+
+def rewards_text(comparison: RewardComparison) -> str:
+    """Mean, median and extremes of the rewards on both sides."""
+    shown = (
+        f"{side} mean {fmean(rewards):.3f}, median {median(rewards):.2f}, lowest "
+        f"{min(rewards):.2f}, highest {max(rewards):.2f}"
+        for side, rewards in (
+            ("before", comparison.before),
+            ("after", comparison.after),
+        )
+    )
+    return (
+        f"Two histograms of the rewards of {len(comparison.tasks)} held-out tasks: "
+        f"{_listed(shown)}."
+    )
 
 
 def group_signal_text(group_sizes: Sequence[int]) -> str:

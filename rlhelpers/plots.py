@@ -23,6 +23,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from rlhelpers import plot_texts as texts
+from rlhelpers.advantages import FLAT_SPREAD, sample_std
 from rlhelpers.analysis import (
     CAUSES,
     LABELS,
@@ -30,6 +31,7 @@ from rlhelpers.analysis import (
     Comparison,
     OutcomeSummary,
     Rollout,
+    compare_rewards,
     expected_flat_share,
     records_by_task,
     summarize_outcomes,
@@ -943,6 +945,64 @@ def plot_reward_and_truth(
     return _finished(figure, texts.reward_and_truth_text(runs, held_out))
 
 
+def plot_group_rewards(records: Iterable[Rollout]) -> Figure:
+    """One row per task: the reward of each of its rollouts, and their mean.
+
+    For any reward. Rows whose dots lie on one spot are flat groups: they teach nothing.
+    Open dots are replies that the token limit cut off.
+    """
+    records = list(records)  # read twice
+    groups = records_by_task(records)
+    kept = 0
+    with _style():
+        figure, axes = _subplots(figsize=(8, 1.7 + 0.32 * max(len(groups), 2)))
+        for row, rollouts in enumerate(groups.values()):
+            rewards = [float(rollout.reward) for rollout in rollouts]
+            kept += sample_std(rewards) >= FLAT_SPREAD
+            _reward_dots(axes, row, rollouts)
+            axes.plot(np.mean(rewards), row, "|", color="black", ms=14, mew=1.5)
+        axes.set_yticks(range(len(groups)), list(groups))
+        axes.set_ylim(len(groups) - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel("reward (bar: mean; open: cut off by the token limit)")
+        axes.set_title(
+            f"{len(records)} rollouts of {len(groups)} tasks: "
+            f"{kept} groups with a reward spread"
+        )
+    return _finished(figure, texts.group_rewards_text(records))
+
+
+def plot_rewards(before: Iterable[Rollout], after: Iterable[Rollout]) -> Figure:
+    """How the rewards of held-out tasks are distributed before and after training.
+
+    For tasks whose grader pays a reward and names no outcome.
+
+    Args:
+        before, after: One rollout of each task.
+
+    Raises:
+        ValueError: A side is empty, repeats a task, or has tasks the other lacks.
+    """
+    comparison = compare_rewards(before, after)
+    sides = {"before": comparison.before, "after": comparison.after}
+    everything = [*comparison.before, *comparison.after]
+    bins = np.linspace(min(0.0, *everything), max(1.0, *everything), 21)
+    with _style():
+        figure, panels = _subplots(2, 1, figsize=(8, 4.4), sharex=True, sharey=True)
+        for axes, (side, rewards) in zip(panels, sides.items(), strict=True):
+            axes.hist(rewards, bins=list(bins), color=COLORS[side], edgecolor="white")
+            mean = float(np.mean(rewards))
+            axes.axvline(mean, color="black", linestyle="--", linewidth=1.2)
+            axes.set_ylabel("tasks")
+            axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+            axes.set_title(
+                f"{side}: {len(rewards)} held-out tasks, mean reward {mean:.2f} "
+                "(dashed)"
+            )
+        panels[1].set_xlabel("reward, greedy")
+    return _finished(figure, texts.rewards_text(comparison))
+
+
 def _wrong_among_valid(row: StepMetrics) -> float | None:
     valid = row.correct + row.wrong_integer
     return row.wrong_integer / valid if valid else None
@@ -983,6 +1043,9 @@ def _groups_panel(
 def _outcomes_panel(
     axes: Axes, steps: np.ndarray, metrics: Sequence[StepMetrics]
 ) -> None:
+    if not texts.have_outcomes(metrics):
+        _no_outcomes(axes)
+        return
     for outcome in OUTCOMES:
         shares = [
             getattr(row, outcome) / row.valid_rollouts if row.valid_rollouts else np.nan
@@ -998,6 +1061,21 @@ def _outcomes_panel(
     axes.set(title="Outcomes", ylabel="share of rollouts", ylim=(-0.02, 1.02))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.legend(loc="center right")
+
+
+def _no_outcomes(axes: Axes) -> None:
+    """Say that there is nothing to draw; three lines at 0 would be a result."""
+    axes.set(title="Outcomes", ylim=(0, 1))
+    axes.set_yticks([])
+    axes.text(
+        0.5,
+        0.5,
+        "none: this grader pays a reward\nand names no outcome",
+        ha="center",
+        va="center",
+        transform=axes.transAxes,
+        color="#555555",
+    )
 
 
 def _length_panel(
@@ -1181,6 +1259,22 @@ def _stacked_row(axes: Axes, row: int, rollouts: Sequence[Rollout]) -> None:
                 hatch="///" if cut_off else None,
             )
             left += width
+
+
+def _reward_dots(axes: Axes, row: int, rollouts: Sequence[Rollout]) -> None:
+    """A row of dots, those of one reward beside each other."""
+    heights = np.linspace(-0.24, 0.24, max(len(rollouts), 2))
+    for height, rollout in zip(heights, rollouts, strict=False):
+        axes.plot(
+            float(rollout.reward),
+            row + height,
+            "o",
+            color=COLORS["reward"],
+            markerfacecolor="white" if rollout.token_limit else COLORS["reward"],
+            markersize=4.5,
+            alpha=0.8,
+            clip_on=False,
+        )
 
 
 def _segment_label(axes: Axes, left: int, row: int, tokens: int, total: int) -> None:

@@ -224,7 +224,7 @@ def split_taskset(
         )
     groups: dict[str, list[Task]] = {}
     for task in taskset:
-        groups.setdefault(_content_key(task), []).append(task)
+        groups.setdefault(content_key(task), []).append(task)
     shuffled = list(groups.values())
     random.Random(seed).shuffle(shuffled)
     held: list[Task] = []
@@ -250,7 +250,7 @@ def _named(taskset: Taskset, part: str, tasks: Iterable[Task]) -> Taskset:
     return Taskset(f"{taskset.name}-{part}", tasks, taskset_id=taskset.taskset_id)
 
 
-def _content_key(task: Task) -> str:
+def content_key(task: Task) -> str:
     """Equal for tasks that ask the same, whatever their slug or operand order."""
     args = dict(task.args)
     if task.env == env.name and task.id == multiply.id and args.keys() == {"a", "b"}:

@@ -15,8 +15,10 @@ from rlhelpers.analysis import (
     calibration_verdict,
     cause_of,
     compare_before_after,
+    compare_rewards,
     exact_mcnemar,
     expected_flat_share,
+    mean_interval,
     mentions_integer,
     paired_change_interval,
     records_by_task,
@@ -363,3 +365,66 @@ def test_an_integer_is_found_anywhere_and_whole(
     text: str, value: int, found: bool
 ) -> None:
     assert mentions_integer(text, value) == found
+
+
+# -- rewards without outcomes -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "t", "tolerance"),
+    [
+        # Two-sided 95 % quantiles of Student's t with n - 1 degrees of freedom, as in
+        # any printed table.
+        (2, 12.706, 1e-3),
+        (3, 4.303, 1e-3),
+        (4, 3.182, 5e-3),
+        (6, 2.571, 1e-3),
+        (31, 2.042, 1e-3),
+        (128, 1.979, 1e-3),
+    ],
+)
+def test_the_interval_of_a_mean_is_students(n: int, t: float, tolerance: float) -> None:
+    values = [float(i) for i in range(n)]
+    mean = (n - 1) / 2
+    std = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
+    low, high = mean_interval(values)
+    assert (low + high) / 2 == pytest.approx(mean)
+    assert (high - mean) * math.sqrt(n) / std == pytest.approx(t, rel=tolerance)
+
+
+def test_the_mean_of_one_value_says_nothing() -> None:
+    assert mean_interval([0.5]) == (-math.inf, math.inf)
+
+
+def test_rewards_are_compared_task_by_task(record: Make) -> None:
+    def side(*rewards: float, **changes: Any) -> list[Any]:
+        return [
+            record(f"t{i}", reward=reward, outcome=None, **changes)
+            for i, reward in enumerate(rewards)
+        ]
+
+    before = side(0.0, 0.5, 1.0, output_tokens=30, token_limit=True)
+    after = side(0.5, 0.5, 1.0, output_tokens=6)
+    compared = compare_rewards(before, after[::-1])  # whatever the order
+    assert compared.differences == (0.5, 0.0, 0.0)
+    assert (compared.better, compared.worse) == (1, 0)
+    assert compared.p_value == 1.0  # one changed task is one coin
+    # Standard errors 0.5 / √3 and 0.2887 / √3, times 4.3027.
+    assert compared.to_markdown().splitlines() == [
+        "| 3 tasks | mean reward [95% interval] | mean tokens | token limit hit |",
+        "|---|---:|---:|---:|",
+        "| before | 0.500 [-0.742, 1.742] | 30.0 | 3 |",
+        "| after | 0.667 [-0.050, 1.384] | 6.0 | 0 |",
+        "",
+        "Mean reward changed by +0.167 [-0.550, +0.884]: 1 tasks earn more than "
+        "before, 0 earn less (exact sign test, p = 1.0000).",
+    ]
+    alone = compare_rewards(before[:1], after[:1]).to_markdown()
+    assert "| before | 0.000 | 30.0 | 1 |" in alone
+    with pytest.raises(ValueError, match="not the same tasks"):
+        compare_rewards(before, after[:2])
+
+
+def test_counting_outcomes_that_do_not_exist_names_the_way_out(record: Make) -> None:
+    with pytest.raises(ValueError, match=r"outcome None.*compare_rewards"):
+        summarize_outcomes([record(outcome=None)])

@@ -25,9 +25,11 @@ from rlhelpers.checks import (
     check_adam_step,
     check_advantage_function,
     check_advantages,
+    check_agreement,
     check_checkpoint_kinds,
     check_datum_rows,
     check_decisions,
+    check_estimate_grader,
     check_flat_groups,
     check_flat_share,
     check_grader,
@@ -43,6 +45,7 @@ from rlhelpers.checks import (
     check_spread,
     check_tasks_needed,
     check_three_outcomes,
+    check_tools,
     check_transitions,
     labelled_answers,
 )
@@ -772,6 +775,125 @@ def test_resume_plan_rejects(plan: object, said: str, capsys: Capture) -> None:
     assert said in capsys.readouterr().out
 
 
+# -- notebook 07 ------------------------------------------------------------------
+
+CHOSEN = {
+    "invoices": "sft",
+    "sql": "rl",
+    "tone": "settle",
+    "json": "prompt",
+    "puzzles": "sample",
+    "proofs": "sft",
+}
+# 9 good to both, 4 and 2 to one only, 5 to none: they agree on 14 of 20. By chance
+# 13/20 × 11/20 + 7/20 × 9/20 = 0.515; (0.7 − 0.515) / 0.485 = 0.381.
+AGREED = {"share": 0.7, "kappa": 0.38}
+
+
+def test_tools_that_fit(capsys: Capture) -> None:
+    assert check_tools(CHOSEN)
+    assert capsys.readouterr().out.count("✓") == 6
+
+
+@pytest.mark.parametrize(
+    ("wish", "choice", "said"),
+    [
+        ("tone", "rl", "three people who disagree are three rewards"),
+        ("proofs", "rl", "64 attempts without a success"),
+        ("sql", "sft", "a program can score each reply"),
+        ("puzzles", "rl", "why train, if a check can choose"),
+        ("json", "rl", "try the cheapest thing first"),
+        ("invoices", "rl", "nothing has to be explored"),
+        ("sql", "fine-tune", "is none of prompt, sample, sft, rl, settle"),
+    ],
+)
+def test_a_tool_that_does_not_fit(
+    wish: str, choice: str, said: str, capsys: Capture
+) -> None:
+    assert not check_tools({**CHOSEN, wish: choice})
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("share", 0.45, "they also agree where both say bad"),  # 9 of 20
+        ("share", 0.3, "that is how often they differ"),
+        ("share", 70, "70 % is 0.7"),
+        ("kappa", 0.185, "divide by what chance leaves open"),
+        ("kappa", 0.515, "that is the agreement by chance alone"),
+        ("kappa", 0.4, "chance is one half only if"),
+        ("kappa", 0.533, "chance makes them agree on bad, too"),  # 0.3425 / 0.6425
+        ("kappa", 0.9, "not yet"),
+    ],
+)
+def test_agreement_worked_out_wrongly(
+    name: str, value: float, said: str, capsys: Capture
+) -> None:
+    assert check_agreement(AGREED)
+    assert not check_agreement({**AGREED, name: value})
+    assert said in capsys.readouterr().out
+
+
+def fair(answer: str, exact: int) -> float:
+    """The smaller over the larger, from one half up."""
+    if not re.fullmatch("[0-9]{1,12}", answer) or int(answer) == 0:
+        return 0.0
+    low, high = sorted((int(answer), exact))
+    return max(0.0, 2 * low / high - 1)
+
+
+def test_a_fair_grader_of_estimates(capsys: Capture) -> None:
+    assert check_estimate_grader(fair)
+    assert capsys.readouterr().out.count("✓") == 5
+    assert check_estimate_grader(with_a_quotient)
+
+
+def by_difference(answer: str, exact: int) -> float:
+    short = answer.isdigit() and len(answer) < 12
+    return max(0.0, 1 - abs(int(answer) - exact) / exact) if short else 0.0
+
+
+def with_a_quotient(answer: str, exact: int) -> float:
+    if not answer.isdigit():
+        return 0.0
+    low, high = sorted((int(answer), exact))
+    return 2 - high / low if 2 * low > high else 0.0
+
+
+def lopsided(answer: str, exact: int) -> float:
+    """A quotient below, a difference above: 1 − 423/1692 = 0.75 for 2115."""
+    if not fair(answer, exact) or int(answer) <= exact:
+        return fair(answer, exact)
+    return 1 - (int(answer) - exact) / exact
+
+
+def all_or_nothing(answer: str, exact: int) -> float:
+    return float(fair(answer, exact) > 0.8) if answer != str(exact) else 1.0
+
+
+@pytest.mark.parametrize(
+    ("grader", "said"),
+    [
+        (by_difference, "'10' is farther off than a factor of 2 and earns"),
+        (lambda answer, exact: 1 - abs(int(answer) - exact) / exact, "raises ValueErr"),
+        (lambda answer, exact: fair(answer, exact) + 0 * float(answer or 0), "raises"),
+        (all_or_nothing, "a policy could not tell which way to go"),
+        (lambda answer, exact: fair(answer.split()[-1], exact), "raises IndexError"),
+        (lambda answer, exact: fair(answer[-4:], exact), "is no plain number and"),
+        (lopsided, "half of it earns 0 and twice 0; four fifths\n  0.599 and five"),
+        (lambda answer, exact: 0.9 * fair(answer, exact), "the exact 1692 earns 0.9"),
+        (lambda answer, exact: fair(answer, exact) or None, "returns None, no finite"),
+        (lambda answer, exact: fair(answer, exact) if answer != "0" else 0.9, "facto"),
+    ],
+)
+def test_a_grader_of_estimates_that_is_not_fair(
+    grader: Callable[[str, int], Any], said: str, capsys: Capture
+) -> None:
+    assert not check_estimate_grader(grader)
+    assert said in capsys.readouterr().out
+
+
 # What no answer may do
 
 
@@ -825,6 +947,9 @@ CHECKERS: tuple[Callable[[Any], bool], ...] = (
     check_checkpoint_kinds,
     lambda answer: check_adam_step([4, 4, 0], answer, beta1=0.5, beta2=0.5),
     check_resume_plan,
+    check_tools,
+    check_agreement,
+    check_estimate_grader,
 )
 
 
@@ -847,6 +972,8 @@ NAMED: tuple[tuple[Callable[[Any], bool], dict[str, object]], ...] = (
     (check_decisions, dict(DECISIONS)),
     (CHECKERS[15], dict(READ)),
     (check_checkpoint_kinds, dict(KINDS)),
+    (check_tools, dict(CHOSEN)),
+    (check_agreement, dict(AGREED)),
 )
 
 

@@ -27,7 +27,7 @@ from rlhelpers import (
     train,
 )
 from rlhelpers.calibration import CalibrationSettings
-from rlhelpers.command_line import main
+from rlhelpers.command_line import _parser, main
 from rlhelpers.command_settings import as_flags, read_settings
 from rlhelpers.commands import draw_tasks, plain_text
 from rlhelpers.metrics import (
@@ -310,7 +310,9 @@ def test_flags_that_do_not_exist_are_refused(arguments: list[str]) -> None:
     assert refuse(*arguments) == 2
 
 
-@pytest.mark.parametrize("command", ["calibrate", "train", "evaluate", "diagnose"])
+@pytest.mark.parametrize(
+    "command", ["check", "calibrate", "train", "evaluate", "diagnose"]
+)
 def test_help_describes_every_flag(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -501,6 +503,7 @@ def test_own_tasks_are_calibrated_trained_and_evaluated(
     code, out, err = cli("calibrate", *own, *sizes, "--debug-samples", "2")
     assert (code, err) == (0, "")
     assert "These tasks have no outcome classes" in out
+    assert re.search(r"[✓✗] calibration shows signal: \d of 2 groups", out)
     assert out.count("--- reward ") == 2
 
     code, out, err = cli(
@@ -669,3 +672,95 @@ def test_drawn_tasks_do_not_depend_on_a_resumes_steps() -> None:
 def test_plain_text_aligns_tables() -> None:
     text = "**Bold** words\n\n| a | long |\n|---|---:|\n| x | 1 |\n| yy | 22 |\nend"
     assert plain_text(text) == "Bold words\n\na   long\nx      1\nyy    22\nend"
+
+
+# -- the example of notebook 07 ---------------------------------------------------
+
+EXAMPLE = ROOT / "examples" / "estimate"
+OWN = [
+    "--tasks-file",
+    str(EXAMPLE / "tasks.jsonl"),
+    "--env-path",
+    str(EXAMPLE / "estimates.py"),
+    "--max-tokens",
+    "12",
+]
+
+
+def test_checking_own_tasks_sends_nothing(
+    tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    labelled = str(EXAMPLE / "labelled.jsonl")
+    code, out, err = cli("check", *OWN, "--samples", labelled)
+    assert (code, err) == (0, "")
+    assert [line[0] for line in out.splitlines()] == ["✓"] * 5 + ["R"]
+    assert "360 different tasks, 232 to train on: a step takes 8" in out
+    code, out, _ = cli("check", *OWN, "--evaluation-tasks", "355")
+    assert code == 1
+    assert "✗ enough tasks: 360 different tasks; a step takes 8, calibration 6," in out
+    assert "together 363. Add 3 tasks, or hold fewer out" in out
+    assert "✗ grader as labelled: 0 labelled replies, none worse" in out
+    assert list(tmp_path.iterdir()) == []  # no run, no service
+    code, _, err = cli("check")
+    assert code == 2
+    assert "give --tasks-file with --env-path, or --taskset" in err
+
+
+def test_tasks_with_tools_are_refused_before_anything_is_sent(
+    tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    source = tmp_path / "echo_tasks.py"
+    tools = """
+from hud.capabilities import Capability
+env.add_capability(Capability("shell", "mcp/1", "http://127.0.0.1:9/mcp"))
+"""
+    source.write_text(ECHO + tools, encoding="utf-8")
+    for command in ("calibrate", "train"):
+        sizes = words("--tasks-per-step 2 --group-size 2")
+        sizes += words("--evaluation-tasks 2") if command == "train" else []
+        code, out, err = cli(command, "--tasks-file", str(source), *sizes)
+        assert (code, out) == (2, "")
+        assert "refused: one turn, text only: digits-" in err
+        assert "offers shell, which takes several turns" in err
+    assert not (tmp_path / "service").exists()
+
+
+@pytest.mark.slow
+def test_the_command_line_learns_the_example(
+    tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    sizes = words("--steps 16 --evaluation-tasks 48 --kl-every 0")
+    sizes += words("--learning-rate 1.2e-3")
+    code, out, err = cli("train", *OWN, *sizes)
+    assert (code, err) == (0, "")
+    (run_dir,) = tmp_path.glob("train-*")
+    before, after = (
+        [row[3] for row in replies(run_dir, phase)] for phase in ("before", "after")
+    )
+    assert len(before) == len(after) == 48
+    assert sum(after) / 48 > sum(before) / 48 + 0.15
+    assert re.search(r"Mean reward changed by \+0\.\d+ \[\+0", out)
+    assert "Diagnosis. " in out
+
+
+def test_the_commands_in_notebook_07_are_real() -> None:
+    notebook = (ROOT / "notebooks" / "07_your_own_task.ipynb").read_text("utf-8")
+    cells = ["".join(cell["source"]) for cell in json.loads(notebook)["cells"]]
+    (text,) = [cell for cell in cells if "python -m rlhelpers check" in cell]
+    block = re.search(r"```sh\n(.+?)```", text, re.S)
+    assert block is not None
+    commands = block[1].replace("\\\n", " ").strip().splitlines()
+    assert [command.split()[3] for command in commands] == [
+        "check",
+        "calibrate",
+        "train",
+    ]
+    for command in commands:
+        options = vars(_parser().parse_args(command.split()[3:]))
+        options.pop("command")
+        samples = options.pop("samples", None)
+        given = {name: value for name, value in options.items() if value is not None}
+        settings, _ = read_settings(given)
+        settings.check()
+        for path in (settings.tasks_file, settings.env_path, samples):
+            assert path is None or (ROOT / path).is_file()

@@ -449,6 +449,7 @@ def test_notebook_04_runs_on_the_paid_backend(account: Path, events: list[str]) 
         ("03_one_update", {}),
         ("05_before_and_after", {"RANGES": [[10, 99], [100, 300]]}),
         ("06_checkpoints", {"STEPS": 4}),
+        ("07_your_own_task", {"MAX_TOKENS": 12}),
         (
             "08_losses_and_stability",
             {"UPDATES": 2, "POOL_TASKS": 4, "POOL_GROUP": 4},

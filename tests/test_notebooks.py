@@ -286,6 +286,27 @@ def check_06(notebook: Any, folder: Path) -> None:
     assert "✓ the same greedy replies, token by token" in text
 
 
+def check_07(notebook: Any, folder: Path) -> None:
+    (sampled,) = calibrations(folder)
+    assert len(sampled) == 2 * 4  # a step's tasks, each GROUP_SIZE times
+    (metrics,) = folder.glob("own-task-*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert {row["rollouts"] for row in rows} == {8}
+    assert {row["max_tokens"] for row in rows} == {10}
+    assert {row["learning_rate"] for row in rows} == {1e-3}
+    rollouts = metrics.with_name("rollouts.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in rollouts]
+    assert sum(record["phase"] == "after" for record in records) == 6
+    assert {record["outcome"] for record in records} == {None}
+    text = printed(notebook)
+    assert "354 to train on, 6 held out" in text
+    assert "a step takes 2, calibration 2, and 6 are held out" in text
+    assert "✓ the task as it is passes every check" in text
+    assert "6 tasks | mean reward" in text
+    assert "Token ceiling    5,000,000" in text  # TOKEN_LIMIT
+
+
 def check_08(notebook: Any, folder: Path) -> None:
     rates = {"too-low": 5e-4, "fits": 1e-3, "too-high": 2e-3, "held": 1e-3}
     for label, rate in rates.items():
@@ -410,6 +431,20 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
         },
         check_06,
+    ),
+    "07_your_own_task": (
+        {
+            "SEED": 5,
+            "STEPS": 3,
+            "TASKS_PER_STEP": 2,
+            "GROUP_SIZE": 4,
+            "MAX_TOKENS": 10,
+            "LEARNING_RATE": 1e-3,
+            "EVALUATION_TASKS": 6,
+            "TOKEN_LIMIT": 5_000_000,
+            "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
+        },
+        check_07,
     ),
     "08_losses_and_stability": (
         {

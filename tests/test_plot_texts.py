@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from test_plots import draw_all, metrics, rollouts
@@ -78,4 +79,20 @@ def test_a_plot_without_words_names_its_titles_and_axes() -> None:
     axes.set(title="Reward", xlabel="training step", ylabel="mean reward")
     assert str(plots._finished(figure)) == (
         "Plot: Reward (mean reward against training step)."
+    )
+
+
+def test_words_of_rewards_without_outcomes(record: Callable[..., Any]) -> None:
+    def side(*rewards: float) -> list[Any]:
+        return [record(f"t{i}", reward=r, outcome=None) for i, r in enumerate(rewards)]
+
+    assert str(plots.plot_rewards(side(0.0, 0.5), side(0.5, 1.0))) == (
+        "Two histograms of the rewards of 2 held-out tasks: before mean 0.250, median "
+        "0.25, lowest 0.00, highest 0.50; after mean 0.750, median 0.75, lowest 0.50, "
+        "highest 1.00."
+    )
+    rows = [record("t", reward=r, outcome=None, token_limit=r == 0) for r in (0.0, 0.5)]
+    assert str(plots.plot_group_rewards(rows)) == (
+        "Rewards of each task's rollouts, 1 tasks: t: 0.00 to 0.50, mean 0.25 (1 cut "
+        "off)."
     )

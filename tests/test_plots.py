@@ -80,6 +80,8 @@ def draw_all(metrics: list[StepMetrics], rollouts: list[Any]) -> list[Figure]:
         plots.plot_accuracy_by_range({"1 to 9": compare_before_after(*paired)}),
         plots.plot_checkpoints(metrics, {0: summarize_outcomes(rollouts)}),
         plots.plot_reward_and_truth({"a": metrics, "b": metrics}, {"a": {0: 0.7}}),
+        plots.plot_group_rewards(rollouts),
+        plots.plot_rewards(*paired),
         plots.plot_losses(),
         plots.plot_repeated_updates({"ppo": HISTORY, "cispo": HISTORY[:2]}),
         plots.plot_runs({"a": metrics, "b": metrics}, held_out={"b": 0.7}),
@@ -385,6 +387,51 @@ def test_reward_and_truth_are_drawn_apart(metrics: list[StepMetrics]) -> None:
     assert "held-out accuracy, greedy, 70.0% after 0 steps, 20.0% after 8" in words
     with pytest.raises(ValueError, match="no runs"):
         plots.plot_reward_and_truth({}, {})
+
+
+# -- tasks without outcomes -------------------------------------------------------
+
+
+def test_group_rewards_are_dots_with_their_mean(record: Callable[..., Any]) -> None:
+    graded = [
+        record(f"t{i // 2}", reward=reward, outcome=None, token_limit=i == 0)
+        for i, reward in enumerate([0.0, 0.5, 0.9, 0.9])
+    ]
+    axes = plots.plot_group_rewards(graded).axes[0]
+    assert axes.get_title() == "4 rollouts of 2 tasks: 1 groups with a reward spread"
+    lines = axes.get_lines()
+    dots = [line for line in lines if line.get_marker() == "o"]
+    means = [line for line in lines if line.get_marker() == "|"]
+    assert [float(dot.get_xdata()[0]) for dot in dots] == [0.0, 0.5, 0.9, 0.9]
+    assert [dot.get_markerfacecolor() == "white" for dot in dots] == [True] + [
+        False
+    ] * 3
+    assert [float(mean.get_xdata()[0]) for mean in means] == pytest.approx([0.25, 0.9])
+
+
+def test_rewards_before_and_after_are_two_histograms(
+    record: Callable[..., Any],
+) -> None:
+    def side(*rewards: float) -> list[Any]:
+        return [record(f"t{i}", reward=r, outcome=None) for i, r in enumerate(rewards)]
+
+    figure = plots.plot_rewards(side(0.0, 0.0, 0.52), side(0.91, 0.93, 1.0))
+    heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
+    # Bins of 0.05: 0.52 lies in the eleventh, 0.91 and 0.93 in the nineteenth.
+    assert [heights[0][0], heights[0][10], sum(heights[0])] == [2, 1, 3]
+    assert [heights[1][18], heights[1][19], sum(heights[1])] == [2, 1, 3]
+
+
+def test_a_dashboard_without_outcomes_says_so() -> None:
+    rows = [
+        StepMetrics.example(step=s, correct=0, wrong_integer=0, invalid_final_line=0)
+        for s in (1, 2)
+    ]
+    figure = plots.plot_training_dashboard(rows)
+    (panel,) = [axes for axes in figure.axes if axes.get_title() == "Outcomes"]
+    assert panel.get_lines() == []
+    assert "names no outcome" in panel.texts[0].get_text()
+    assert "no outcomes, because the grader names none" in str(figure)
 
 
 def test_losses_are_drawn_as_they_are() -> None:

@@ -49,18 +49,27 @@ from rlhelpers.checks.reward_design import (
     check_reward,
     labelled_replies,
 )
+from rlhelpers.checks.your_own_task import (
+    TOOLS,
+    check_agreement,
+    check_estimate_grader,
+    check_tools,
+)
 
 __all__ = [
     "REMEDIES",
+    "TOOLS",
     "LabelledAnswer",
     "Lesson",
     "LessonFailed",
     "check_adam_step",
     "check_advantage_function",
     "check_advantages",
+    "check_agreement",
     "check_checkpoint_kinds",
     "check_datum_rows",
     "check_decisions",
+    "check_estimate_grader",
     "check_flat_groups",
     "check_flat_share",
     "check_grader",
@@ -78,6 +87,7 @@ __all__ = [
     "check_spread",
     "check_tasks_needed",
     "check_three_outcomes",
+    "check_tools",
     "check_transitions",
     "labelled_answers",
     "labelled_replies",
