@@ -22,6 +22,7 @@ def test_every_figure_says_what_it_shows(
         plots.plot_group_signal(),
         plots.plot_who_does_what(),
         plots.plot_datum(["a", "b"], [0.0, 1.0], [0.0, -0.5]),
+        plots.plot_range_left({"before": [31.0, 15.0], "bisection": [31.0, 15.0]}),
     ]
     public = {name for name in vars(plots) if name.startswith("plot_")} - {"plot_texts"}
     assert len(figures) == len(public)

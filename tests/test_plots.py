@@ -492,3 +492,17 @@ def test_runs_side_by_side(metrics: list[StepMetrics]) -> None:
     assert len(plots.plot_runs({"free": metrics}).axes) == 3
     with pytest.raises(ValueError, match="no runs"):
         plots.plot_runs({})
+
+
+def test_range_left_draws_one_line_for_each_player() -> None:
+    players = {"before": [31.0, 20.0, 12.5], "bisection": [31.0, 15.0, 7.0]}
+    figure = plots.plot_range_left(players)
+    (axes,) = figure.axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert drawn == players
+    assert str(figure) == (
+        "Lines: mean numbers left after 0, 1, … guesses. before: 31.0, 20.0, 12.5; "
+        "bisection: 31.0, 15.0, 7.0."
+    )
+    with pytest.raises(ValueError, match="no players to plot"):
+        plots.plot_range_left({})
