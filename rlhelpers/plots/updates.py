@@ -225,6 +225,8 @@ def plot_repeated_updates(histories: Mapping[str, Sequence[TrainedTokens]]) -> F
             right.plot(taken, ends[:, 1], **style)
         right.axhline(1, color="#999999", linewidth=0.8)
         right.set_yscale("log")
+        right.yaxis.set_major_formatter("{x:g}")
+        right.yaxis.set_minor_formatter("{x:.1g}")
         left.yaxis.set_major_formatter(PercentFormatter(1))
         left.set_ylim(0, None)
         left.set(ylabel=f"tokens outside {CLIP[0]:g} … {CLIP[1]:g}")
