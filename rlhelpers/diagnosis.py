@@ -26,7 +26,7 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from rlhelpers.advantages import FLAT_SPREAD, sample_std
-from rlhelpers.analysis import calibration_verdict
+from rlhelpers.analysis import calibration_verdict, exact_mcnemar
 from rlhelpers.metrics import (
     DamagedFile,
     DamagedLine,
@@ -468,6 +468,97 @@ def _group_count(run: RunFiles, rows: Sequence[StepMetrics]) -> int:
     return len(_groups(window)) or len(rows)
 
 
+#: How likely so one-sided a change of held-out tasks would be by chance alone.
+HELD_OUT_CHANCE = 0.01
+
+
+def check_held_out(run: RunFiles) -> Finding | None:
+    """The same held-out tasks, answered before and after training, earn less.
+
+    An exact sign test on the tasks whose reward changed. Where the endings are
+    repaired, what that gains hides what is lost; so the tasks that end validly on
+    both sides are also judged alone: there, less reward is a wrong integer where a
+    right one was. Held-out tasks tell of a loss that the training rollouts hide,
+    because those are of other tasks at every step.
+    """
+    before = {record.task: record for record in run.phase("before")}
+    after = latest_step(run.phase("after"))
+    pairs = [(before[new.task], new) for new in after if new.task in before]
+    ends = {"correct", "wrong_integer"}
+    valid = [pair for pair in pairs if all(side.outcome in ends for side in pair)]
+    which = {
+        "Held-out tasks earn less than before training.": pairs,
+        "Held-out tasks with a valid ending now end on wrong integers.": valid,
+    }
+    for headline, chosen in which.items():
+        worse = sum(new.reward < old.reward for old, new in chosen)
+        better = sum(new.reward > old.reward for old, new in chosen)
+        chance = exact_mcnemar(worse, better)
+        if worse > better and chance <= HELD_OUT_CHANCE:
+            return _worse_held_out(run, headline, len(chosen), worse, better, chance)
+    return None
+
+
+def _worse_held_out(
+    run: RunFiles, headline: str, tasks: int, worse: int, better: int, chance: float
+) -> Finding:
+    rate = f" at a learning rate of {run.metrics[-1].learning_rate:g}"
+    return Finding(
+        code="held_out_worse",
+        area="parameters",
+        headline=headline,
+        numbers=f"of {tasks} tasks {worse} earn less and {better} more than before "
+        f"(exact sign test, p = {chance:.2g})" + (rate if run.metrics else ""),
+        advice="The updates overwrite what the model knew: evaluate earlier "
+        "checkpoints, and start again from the best, or from the base, at a third of "
+        "the learning rate.",
+    )
+
+
+#: KL to the base for a single update, in nats per reply, that is too much, and the
+#: number of steps that must show it. At 0.08 a typical reply becomes 1.5 times as
+#: probable or improbable, exp(√(2·KL)).
+UPDATE_KL = 0.08
+UPDATE_STEPS = 2
+
+
+def check_update_size(run: RunFiles) -> Finding | None:
+    """A single update moves the policy farther than one batch can answer for.
+
+    A policy that u updates push the same way is u steps from its base, and its KL
+    grows with the square of that: KL / u² is what one update does. Updates that turn
+    back make it smaller, never larger. The KL is a mean over a step's rollouts, of a
+    logarithm whose variance is about twice the KL where the two policies are near: two
+    standard errors are taken off first, so that small steps prove nothing.
+    """
+    if not run.metrics or run.metrics[0].step != 1:
+        return None  # how many updates went before is not in these files
+    times = 1 if run.state is None else run.state.config.get("updates_per_batch") or 1
+    updates = 0
+    large: list[tuple[float, float, int, int]] = []  # for one, in all, updates, step
+    for row in run.metrics:
+        if updates and row.kl is not None and row.mean_output_tokens is not None:
+            kl = max(0.0, row.kl * row.mean_output_tokens)
+            least = kl - 2 * math.sqrt(2 * kl / max(1, row.valid_rollouts))
+            if least >= UPDATE_KL * updates**2:
+                large.append((least / updates**2, kl, updates, row.step))
+        updates += int(times) * row.updated
+    if len(large) < UPDATE_STEPS:
+        return None
+    least, kl, taken, step = max(large)
+    return Finding(
+        code="large_updates",
+        area="parameters",
+        headline="Each update moves the policy far.",
+        numbers=f"step {step}, {taken} updates from the base: KL {kl:.2f} nats per "
+        f"reply, at least {least:.2f} for each update; {UPDATE_KL:g} or more at "
+        f"{len(large)} steps, at a learning rate of {run.metrics[-1].learning_rate:g}",
+        advice="So large a step follows one batch's noise, and the policy swings "
+        "instead of settling. Take a third of the learning rate, and evaluate held-out "
+        "tasks before and after.",
+    )
+
+
 #: Entropy left, as a share of that at the start, which counts as collapse.
 ENTROPY_LEFT = 0.2
 
@@ -620,6 +711,8 @@ CHECKS: tuple[Callable[[RunFiles], Finding | None], ...] = (
     check_no_update,
     check_failed_rollouts,
     check_wrong_integers,
+    check_held_out,
+    check_update_size,
     check_entropy,
     check_length,
     check_ratios,

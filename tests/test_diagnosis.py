@@ -399,6 +399,136 @@ def test_a_few_steps_have_no_trend(tmp_path: Path) -> None:
     assert two_halves(tmp_path, BETTER_FORM, worse, steps=5).codes == ()
 
 
+# -- held-out tasks ---------------------------------------------------------------
+
+
+RIGHT, WRONG, INVALID = "correct", "wrong_integer", "invalid_final_line"
+
+
+def held_out(folder: Path, *counts: tuple[int, str, str]) -> Diagnosis:
+    """A run evaluated on as many tasks as ``counts`` say: how many, before, after."""
+    sides = []
+    task = 0
+    for count, *outcomes in counts:
+        for _ in range(count):
+            for phase, outcome in zip(("before", "after"), outcomes, strict=True):
+                place = {"phase": phase, "outcome": outcome}
+                right = outcome == RIGHT
+                sides.append(rollout(0, task, 0, right=right, **place))
+            task += 1
+    return diagnose(write(folder, [row(1)], [*mixed_rollouts([1]), *sides]))
+
+
+def test_held_out_tasks_that_get_worse(tmp_path: Path) -> None:
+    """Nine of nine changes for the worse: 2 / 2^9 = 0.0039 by chance."""
+    diagnosis = held_out(tmp_path, (11, RIGHT, RIGHT), (9, RIGHT, INVALID))
+    finding = only(diagnosis, "held_out_worse")
+    assert finding.area == "parameters"
+    assert finding.headline == "Held-out tasks earn less than before training."
+    assert finding.numbers == (
+        "of 20 tasks 9 earn less and 0 more than before (exact sign test, p = 0.0039) "
+        "at a learning rate of 0.0001"
+    )
+
+
+def test_repaired_endings_do_not_hide_integers_that_became_wrong(
+    tmp_path: Path,
+) -> None:
+    """In all 20 better and 12 worse; of those valid on both sides 1 and 12."""
+    diagnosis = held_out(
+        tmp_path,
+        (30, RIGHT, RIGHT),
+        (19, INVALID, RIGHT),
+        (12, RIGHT, WRONG),
+        (1, WRONG, RIGHT),
+    )
+    finding = only(diagnosis, "held_out_worse")
+    assert "valid ending now end on wrong integers" in finding.headline
+    # 2 · (1 + 13) / 2^13
+    assert "of 43 tasks 12 earn less and 1 more than before" in finding.numbers
+    assert "p = 0.0034" in finding.numbers
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        ((7, RIGHT, WRONG),),  # 2 / 2^7 = 0.016 by chance
+        ((10, RIGHT, WRONG), (1, WRONG, RIGHT)),  # 2 · 12 / 2^11 = 0.012
+        ((9, INVALID, WRONG),),  # cut off before, wrong now: no loss
+        ((9, WRONG, RIGHT), (20, INVALID, RIGHT)),  # better
+    ],
+)
+def test_held_out_tasks_that_changed_by_chance_or_for_the_better(
+    tmp_path: Path, counts: tuple[tuple[int, str, str], ...]
+) -> None:
+    assert held_out(tmp_path, *counts).codes == ()
+
+
+def test_held_out_rewards_without_outcomes(tmp_path: Path) -> None:
+    sides = [
+        rollout(0, n, 0, phase=phase, outcome=None, reward=reward)
+        for n in range(8)
+        for phase, reward in (("before", 0.6), ("after", 0.5))
+    ]
+    folder = write(tmp_path, [row(1)], [*mixed_rollouts([1]), *sides])
+    # Eight of eight: 2 / 2^8 = 0.0078.
+    assert "8 earn less and 0 more than before (exact sign test, p = 0.0078)" in (
+        only(diagnose(folder), "held_out_worse").numbers
+    )
+
+
+# -- the size of an update --------------------------------------------------------
+
+
+def moved(folder: Path, *nats: float, resume: Any = None, **changes: Any) -> Diagnosis:
+    """A step for each KL, in nats per reply of 30 tokens; 16 rollouts a step."""
+    rows = [row(n, kl=kl / 30, **changes) for n, kl in enumerate(nats, start=1)]
+    return diagnose(write(folder, rows, resume=resume))
+
+
+def test_updates_that_are_too_large(tmp_path: Path) -> None:
+    """2 nats less 2·√(2·2/16) are 1: 1, 1/4, 1/9 and 1/16 for a single update."""
+    finding = only(moved(tmp_path, 0, 2, 2, 2, 2), "large_updates")
+    assert finding.area == "parameters"
+    assert finding.numbers == (
+        "step 2, 1 updates from the base: KL 2.00 nats per reply, at least 1.00 for "
+        "each update; 0.08 or more at 3 steps, at a learning rate of 0.0001"
+    )
+
+
+@pytest.mark.parametrize(
+    "nats",
+    [
+        (0, 2, 0, 0, 2),  # 1/16 at step 5: one step alone shows it
+        (0, 0.5, 0.5, 0.5, 0.5),  # 0.5 less 2·√(2·0.5/16): nothing is left
+        (0, 0.01, 0.1, 0.3, 0.6),  # 0.0375 a square of updates, as a healthy run
+        (0, -0.1, -0.2, -0.1, 0.1),  # an estimate may be below 0
+    ],
+)
+def test_updates_that_are_not(tmp_path: Path, nats: tuple[float, ...]) -> None:
+    assert moved(tmp_path, *nats).codes == ()
+
+
+def test_several_updates_a_step_are_each_smaller(tmp_path: Path) -> None:
+    """Four a step: 1/16 and 1/64 where one would be 1 and 1/4."""
+    config = {"tasks_per_step": 4, "group_size": 4, "updates_per_batch": 4}
+    resume = state(3, 4, config={"steps": 3, **config})
+    assert moved(tmp_path, 0, 2, 2, resume=resume).codes == ()
+
+
+def test_a_step_without_an_update_moves_nothing(tmp_path: Path) -> None:
+    """After one update and no more the policy stays 1 nat away: seen at each step."""
+    rows = [row(1, kl=0.0), *(row(n, kl=2 / 30, updated=False) for n in (2, 3, 4))]
+    finding = only(diagnose(write(tmp_path, rows)), "large_updates")
+    assert "1 updates from the base" in finding.numbers
+    assert "at 3 steps" in finding.numbers
+
+
+def test_a_run_whose_beginning_is_elsewhere_is_not_judged(tmp_path: Path) -> None:
+    rows = [row(n, kl=2 / 30) for n in (6, 7, 8)]
+    assert diagnose(write(tmp_path, rows)).codes == ()
+
+
 def test_entropy_collapse(tmp_path: Path) -> None:
     collapsed = {"entropy": 0.01, "kept_groups": 0}
     finding = only(two_halves(tmp_path, {}, collapsed), "entropy_collapse")
