@@ -529,6 +529,64 @@ def test_a_run_whose_beginning_is_elsewhere_is_not_judged(tmp_path: Path) -> Non
     assert diagnose(write(tmp_path, rows)).codes == ()
 
 
+#: What eight steps of real runs wrote: rollouts a step, KL in nats per token, tokens of
+#: a reply, and whether the step updated the weights. The tiny policy on the tasks of
+#: notebook 08, at the rate that fits (6e-4) and at ten times that.
+FITTING = {
+    "seed 0": (32, "0 -.0003 .0021 .0036 .0003 .0128 .0133 .0191",
+               "35 43 40 38 29 31 32 40", "11111101"),
+    "seed 1": (32, "0 .0006 .0013 .0005 .0010 .0099 .0104 .0093",
+               "33 40 36 38 44 32 36 31", "11111111"),
+    "seed 2": (32, "0 .0006 -.0004 .0037 .0068 .0133 .0113 .0221",
+               "45 35 44 46 36 39 35 29", "11111011"),
+    "held, seed 2": (32, "0 .0006 -.0002 .0011 .0015 -.0003 .0001 .0048",
+                     "45 35 44 52 38 61 52 30", "11111111"),
+    "64 rollouts, seed 0": (64, "0 .0001 .0003 .0069 .0043 .0016 .0037 .0083",
+                            "38 50 38 37 33 34 34 25", "11110001"),
+}  # fmt: skip
+TOO_HIGH = {
+    "seed 0": (32, "0 .0250 .0119 .0345 .0020 .0256 .0196 .0349",
+               "35 30 35 33 29 35 30 36", "11010001"),
+    "seed 1": (32, "0 .0214 .0341 .0739 .0135 .0357 .0681 .0599",
+               "33 50 36 39 36 35 40 30", "11011011"),
+    "seed 2": (32, "0 .0213 .0181 .0343 .0217 .0216 .0250 .0444",
+               "45 29 36 30 36 35 30 36", "11000000"),
+    "64 rollouts, seed 0": (64, "0 .0117 .0171 .0947 .0178 .0021 .0135 .1029",
+                            "38 34 31 27 33 34 33 29", "11111111"),
+    "64 rollouts, seed 1": (64, "0 .0079 .0343 .0584 .0466 .0590 .0390 .0725",
+                            "63 37 31 35 33 33 33 34", "11111111"),
+    "64 rollouts, seed 2": (64, "0 .0025 .0234 .0635 .0213 .0157 .0307 .0348",
+                            "46 37 32 31 33 35 35 33", "11100111"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seen", "codes"),
+    [(seen, ()) for seen in FITTING.values()]
+    + [(seen, ("large_updates",)) for seen in TOO_HIGH.values()],
+    ids=[f"fits, {name}" for name in FITTING]
+    + [f"too high, {name}" for name in TOO_HIGH],
+)
+def test_real_runs_are_told_apart_by_the_size_of_their_updates(
+    tmp_path: Path, seen: tuple[int, str, str, str], codes: tuple[str, ...]
+) -> None:
+    rollouts, kls, tokens, updated = seen
+    parts = zip(kls.split(), tokens.split(), updated, strict=True)
+    rows = [
+        row(
+            step,
+            kl=float(kl),
+            mean_output_tokens=float(length),
+            updated=flag == "1",
+            reward_mean=0.95,  # no update is no fault where the tasks are mastered
+            rollouts=rollouts,
+            valid_rollouts=rollouts,
+        )
+        for step, (kl, length, flag) in enumerate(parts, start=1)
+    ]
+    assert diagnose(write(tmp_path, rows)).codes == codes
+
+
 def test_entropy_collapse(tmp_path: Path) -> None:
     collapsed = {"entropy": 0.01, "kept_groups": 0}
     finding = only(two_halves(tmp_path, {}, collapsed), "entropy_collapse")
