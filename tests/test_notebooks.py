@@ -288,7 +288,7 @@ def check_06(notebook: Any, folder: Path) -> None:
 
 def check_07(notebook: Any, folder: Path) -> None:
     (sampled,) = calibrations(folder)
-    assert len(sampled) == 2 * 4  # a step's tasks, each GROUP_SIZE times
+    assert len(sampled) == 2 * 2 * 4  # two steps' tasks, each GROUP_SIZE times
     (metrics,) = folder.glob("own-task-*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -301,7 +301,7 @@ def check_07(notebook: Any, folder: Path) -> None:
     assert {record["outcome"] for record in records} == {None}
     text = printed(notebook)
     assert "354 to train on, 6 held out" in text
-    assert "a step takes 2, calibration 2, and 6 are held out" in text
+    assert "a step takes 2, calibration 4, and 6 are held out" in text
     assert "✓ the task as it is passes every check" in text
     assert "6 tasks | mean reward" in text
     assert "Token ceiling    5,000,000" in text  # TOKEN_LIMIT
@@ -462,6 +462,7 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "KL_COEFFICIENT": 0.2,
             "POOL_TASKS": 4,
             "POOL_GROUP": 4,
+            "TRAINING_TASKS": 3,
             "EVALUATION_TASKS": 6,
             "TOKEN_LIMIT": 5_000_000,
             "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
