@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 
 def _keep_hud_telemetry_local() -> None:
@@ -58,26 +59,36 @@ _import_jsonschema_without_iris()
 # are text and need none.
 warnings.filterwarnings("ignore", message="IProgress not found")
 
-from rlhelpers.advantages import (  # noqa: E402
-    group_relative_advantages,
-    within_group_reward_std,
-)
-from rlhelpers.analysis import classify_outcome  # noqa: E402
-from rlhelpers.arithmetic import grade_final_integer  # noqa: E402
-from rlhelpers.calibration import calibrate  # noqa: E402
-from rlhelpers.datums import RolloutFailed, make_datum, make_training_batch  # noqa: E402
-from rlhelpers.diagnosis import diagnose  # noqa: E402
-from rlhelpers.episodes import EpisodeAgent  # noqa: E402
-from rlhelpers.evaluation import evaluate  # noqa: E402
-from rlhelpers.sampling import PolicyAgent  # noqa: E402
-from rlhelpers.service import connect  # noqa: E402
-from rlhelpers.tasks import (  # noqa: E402
-    TaskPool,
-    load_tasks,
-    make_taskset,
-    split_taskset,
-)
-from rlhelpers.training import TrainConfig, train, train_step  # noqa: E402
+if TYPE_CHECKING:
+    from rlhelpers.advantages import group_relative_advantages, within_group_reward_std
+    from rlhelpers.analysis import classify_outcome
+    from rlhelpers.arithmetic import grade_final_integer
+    from rlhelpers.calibration import calibrate
+    from rlhelpers.datums import RolloutFailed, make_datum, make_training_batch
+    from rlhelpers.diagnosis import diagnose
+    from rlhelpers.episodes import EpisodeAgent
+    from rlhelpers.evaluation import evaluate
+    from rlhelpers.sampling import PolicyAgent
+    from rlhelpers.service import connect
+    from rlhelpers.tasks import TaskPool, load_tasks, make_taskset, split_taskset
+    from rlhelpers.training import TrainConfig, train, train_step
+
+# Imported at the first use: HUD and the SDK take seconds, and the local service in a
+# process of its own needs neither.
+_HOMES = {
+    "advantages": ("group_relative_advantages", "within_group_reward_std"),
+    "analysis": ("classify_outcome",),
+    "arithmetic": ("grade_final_integer",),
+    "calibration": ("calibrate",),
+    "datums": ("RolloutFailed", "make_datum", "make_training_batch"),
+    "diagnosis": ("diagnose",),
+    "episodes": ("EpisodeAgent",),
+    "evaluation": ("evaluate",),
+    "sampling": ("PolicyAgent",),
+    "service": ("connect",),
+    "tasks": ("TaskPool", "load_tasks", "make_taskset", "split_taskset"),
+    "training": ("TrainConfig", "train", "train_step"),
+}
 
 __all__ = [
     "EpisodeAgent",
@@ -101,3 +112,16 @@ __all__ = [
     "train_step",
     "within_group_reward_std",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+            globals()[name] = value  # the next use does not come here
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

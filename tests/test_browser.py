@@ -47,7 +47,13 @@ NOTIFICATIONS = "@jupyterlab/apputils-extension/notification.jupyterlab-settings
 SMALLER: dict[str, dict[str, Any]] = {
     "01_environment_and_grader": {},
     "02_calibration": {"HEAT_MAP_TASKS": 1, "HEAT_MAP_GROUP_SIZE": 2},
-    "04_full_run": {"STEPS": 7, "EVALUATION_TASKS": 16, "INTERRUPT_AFTER": 5},
+    "04_full_run": {
+        "STEPS": 7,
+        "TASKS_PER_STEP": 4,
+        "GROUP_SIZE": 4,
+        "EVALUATION_TASKS": 16,
+        "INTERRUPT_AFTER": 5,
+    },
 }
 PICTURED = "04_full_run"  # at its defaults where pictures are asked for
 
@@ -160,21 +166,27 @@ def _address_of(server: subprocess.Popen[bytes], folder: Path) -> str:
     pytest.fail(f"JupyterLab did not start:\n{log[-2000:]}")
 
 
-@pytest.fixture
-def page(browser_path: str, lab: Lab) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def profile(browser_path: str) -> Iterator[Any]:
+    """One browser for all notebooks: it fetches and compiles JupyterLab once."""
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(
             executable_path=browser_path,
             args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
         )
-        try:
-            opened = browser.new_page(viewport={"width": 1300, "height": 1000})
-            opened.set_default_timeout(60_000)
-            playwright.expect.set_options(timeout=60_000)
-            yield opened
-        finally:
-            browser.close()
-            lab.stop_kernels()
+        context = browser.new_context(viewport={"width": 1300, "height": 1000})
+        context.set_default_timeout(60_000)
+        playwright.expect.set_options(timeout=60_000)
+        yield context
+        browser.close()
+
+
+@pytest.fixture
+def page(profile: Any, lab: Lab) -> Iterator[Any]:
+    opened = profile.new_page()
+    yield opened
+    opened.close()
+    lab.stop_kernels()
 
 
 @pytest.fixture

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,6 +75,23 @@ def cli(
     return run
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a small run of the command was trained; not to be written to."""
+    folder = tmp_path_factory.mktemp("finished")
+    place = ["--runs-dir", str(folder), "--run-dir", str(folder / "full-run-mine")]
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(["train", *place, *SMALL]) == 0
+    return folder
+
+
+@pytest.fixture
+def own_run(finished: Path, tmp_path: Path) -> Path:
+    """The folder of that run, in a copy."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "full-run-mine"
+
+
 def refuse(*arguments: str) -> int:
     """The exit code of arguments that argparse itself refuses."""
     with pytest.raises(SystemExit) as caught:
@@ -122,15 +142,21 @@ async def by_hand(folder: Path, steps: int = 2) -> Path:
     return run_dir
 
 
+@pytest.fixture(scope="module")
+def made_by_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of such a run; not to be written to."""
+    return asyncio.run(by_hand(tmp_path_factory.mktemp("by-hand")))
+
+
 def replies(run_dir: Path, phase: str) -> list[tuple[int, str, str, float]]:
     rows = read_rollouts(run_dir / "rollouts.jsonl", phase=phase)
     return [(row.step, row.task, row.text, row.reward) for row in rows]
 
 
 def test_training_gives_what_the_notebook_gives(
-    tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+    made_by_hand: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    expected = asyncio.run(by_hand(tmp_path / "by hand"))
+    expected = made_by_hand
     code, out, err = cli("train", "--seed", "3", *SMALL)
     assert (code, err) == (0, "")
     run = find_run(tmp_path, TINY)
@@ -184,12 +210,11 @@ def test_calibration_gives_what_the_notebook_gives(
 
 
 def test_evaluation_of_base_run_and_other_tasks(
-    tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+    own_run: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    code, _, _ = cli("train", *SMALL)
-    assert code == 0
     run = find_run(tmp_path, TINY)
     assert run is not None
+    assert run.run_dir == own_run
     flags = "--steps 2 --tasks-per-step 4 --max-tokens 64 --evaluation-tasks 4"
     code, out, _ = cli("evaluate", *words(flags), "--debug-samples", "1")
     assert code == 0
@@ -377,10 +402,9 @@ def test_a_token_limit_stops_the_run_and_a_higher_one_goes_on(
 
 
 def test_a_finished_run_goes_on_with_the_same_held_out_tasks(
-    tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+    own_run: Path, cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    run_dir = tmp_path / "mine"
-    assert cli("train", "--run-dir", str(run_dir), *SMALL)[0] == 0
+    run_dir = own_run
     kept = json.loads((run_dir / "command.json").read_text())
     assert kept["drawn_for"] == 2
     assert "run_dir" not in kept
@@ -408,10 +432,9 @@ def test_a_finished_run_goes_on_with_the_same_held_out_tasks(
 
 
 def test_a_checkpoint_begins_a_new_run(
-    tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+    own_run: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert cli("train", "--run-dir", str(first), *SMALL)[0] == 0
+    first, second = own_run, tmp_path / "second"
     checkpoint = read_resume_state(first / "resume.json").checkpoint
     code, _, err = cli(
         *("train", "--resume-from", checkpoint, "--run-dir", str(second)), *SMALL
@@ -565,9 +588,10 @@ def test_a_reward_that_is_no_number_stops_and_the_others_are_kept(
 
 
 def test_a_notebooks_run_is_taken_up(
-    tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+    made_by_hand: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    run_dir = asyncio.run(by_hand(tmp_path))
+    shutil.copytree(made_by_hand.parent, tmp_path, dirs_exist_ok=True)
+    run_dir = tmp_path / made_by_hand.name
     code, _, err = cli("train", "--resume-from", str(run_dir), "--steps", "3")
     assert (code, err) == (0, "")
     rows = read_metrics(run_dir / "metrics.jsonl")

@@ -20,12 +20,14 @@ import pytest
 from fireworks.training.sdk import Datum
 from noise_policy import plain
 from paid_helpers import COMPLETIONS, KEY, QWEN, count, opened
+from test_notebooks import run_up_to_an_error
 
 from rlhelpers import preflight
 from rlhelpers.evaluation import evaluate
 from rlhelpers.local import LocalService
 from rlhelpers.metrics import read_metrics, read_resume_state, read_rollouts
 from rlhelpers.models import ModelPreset
+from rlhelpers.parameters import ParameterError
 from rlhelpers.preflight import MissingKey, TokenizerUnavailable
 from rlhelpers.refusals import ServiceRefused
 from rlhelpers.sampling import SamplingSettings
@@ -492,12 +494,13 @@ def test_notebook_04_stops_at_its_token_limit(account: Path, events: list[str]) 
     assert keyless(account)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("account")
 def test_a_wrong_parameter_stops_notebook_04_before_anything_is_sent(
-    account: Path, events: list[str]
+    events: list[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(papermill.PapermillExecutionError) as caught:
-        execute(account, GROUP_SIZE="8", STEP=3)
+    wrong = {"GROUP_SIZE": "8", "STEP": 3, "RUNS_DIR": str(tmp_path / "runs")}
+    with pytest.raises(ParameterError) as caught:
+        run_up_to_an_error(NOTEBOOK, **{**SMALL, **wrong})
     assert "GROUP_SIZE = '8': must be a whole number" in str(caught.value)
     assert "STEP is no parameter of this notebook (did you mean STEPS?)" in str(
         caught.value

@@ -18,7 +18,10 @@ from typing import Any
 import nbformat
 import papermill
 import pytest
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 
+from rlhelpers.preflight import MissingKey
 from rlhelpers.sampling import rollout_seed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -495,18 +498,28 @@ def test_changed_parameters_are_changed(path: Path) -> None:
     assert all(declared[name] != value for name, value in changed.items())
 
 
-@pytest.mark.slow
-def test_fireworks_without_a_key_stops_before_anything_is_sent(tmp_path: Path) -> None:
-    with pytest.raises(papermill.PapermillExecutionError, match="FIREWORKS_API_KEY"):
-        papermill.execute_notebook(
-            str(FOLDER / "04_full_run.ipynb"),
-            str(tmp_path / "fireworks.ipynb"),
-            parameters={"BACKEND": "fireworks", "RUNS_DIR": str(tmp_path / "runs")},
-            kernel_name="python3",
-            cwd=str(tmp_path),  # no .env of a developer's is found from here
-            progress_bar=False,
-        )
-    assert not (tmp_path / "runs" / "service").exists()
+def run_up_to_an_error(path: Path, **parameters: Any) -> None:
+    """Run a notebook's cells here, where one before the first ``await`` has to fail.
+
+    Papermill's cell of parameters is there, and ``In``, as a kernel keeps it.
+    """
+    ran: list[str] = []
+    scope: dict[str, Any] = {"In": ran}
+    stored = load_notebook_node(str(path))
+    for cell in code_cells(parameterize_notebook(stored, parameters)):
+        ran.append(cell.source)
+        exec(compile(cell.source, path.name, "exec"), scope)
+
+
+def test_fireworks_without_a_key_stops_before_anything_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no .env of a developer's is found from here
+    runs = tmp_path / "runs"
+    notebook = FOLDER / "04_full_run.ipynb"
+    with pytest.raises(MissingKey, match="FIREWORKS_API_KEY"):
+        run_up_to_an_error(notebook, BACKEND="fireworks", RUNS_DIR=str(runs))
+    assert not (runs / "service").exists()
 
 
 # -- nothing is left out ----------------------------------------------------------

@@ -1,8 +1,8 @@
 """Sharing the tests among processes (``pytest -n 2``, by pytest-xdist).
 
-A file's tests stay together, since they share its fixtures, and so do the lessons, in
-their order: 05 and 06 read the run that 04 leaves. What takes long goes first, so that
-the processes end together.
+A file's tests stay together, since they share its fixtures, and a notebook's cells its
+kernel. So do lessons 04 to 06, in their order: 05 and 06 read the run that 04 leaves.
+What takes long goes first, so that the processes end together.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import re
 import shutil
 import tempfile
 from collections import defaultdict
@@ -24,15 +25,17 @@ SLOW, CELL, OTHER = 20.0, 2.0, 0.3
 
 
 def share_of(nodeid: str) -> str:
-    """The tests that one process runs in a row: a file's, or a folder's notebooks.
+    """The tests that one process runs in a row: a file's, or those of 04 to 06.
 
     >>> share_of("tests/test_kl.py::test_it[a::b]")
     'tests/test_kl.py'
-    >>> share_of("notebooks/04_full_run.ipynb::Cell 3")
-    'notebooks'
+    >>> share_of("notebooks/08_losses_and_stability.ipynb::Cell 3")
+    'notebooks/08_losses_and_stability.ipynb'
+    >>> share_of("notebooks/05_before_and_after.ipynb::Cell 3")
+    'notebooks/04 to 06'
     """
     file = nodeid.split("::", 1)[0]
-    return file.rpartition("/")[0] if file.endswith(".ipynb") else file
+    return re.sub(r"^notebooks/0[456]_.*", "notebooks/04 to 06", file)
 
 
 def likely_seconds(item: pytest.Item) -> float:
