@@ -1,11 +1,15 @@
 """Rollouts a second as a step grows from 16 to 1,024 of them.
 
-    python benchmarks/rollouts_per_second.py          # about three minutes
+    python benchmarks/rollouts_per_second.py          # about six minutes
     python benchmarks/rollouts_per_second.py --quick
 
 A rollout is the whole of it: HUD starts the task, the agent renders the prompt, the SDK
 sends it over HTTP, the service samples, HUD grades the reply. Each size takes tasks of
 its own in every round, in groups of 8, at the preset's token limit and temperature 1.
+
+Every size makes as many rollouts as the largest: 1,024 of them 16 at a time, 64 at a
+time and so on. A single step of 16 has two tasks, and how long their replies are, and
+whether a full garbage collection falls into it, would be left to chance.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import islice
+from statistics import fmean
 
 from hud.eval.task import Task
 from side_by_side import (
@@ -32,6 +38,7 @@ from side_by_side import (
     where,
 )
 
+from rlhelpers.datums import check_run
 from rlhelpers.sampling import (
     PolicySampler,
     RolloutPlan,
@@ -50,8 +57,8 @@ async def roll_out(
     tasks: Sequence[Task],
     settings: SamplingSettings,
     step: int,
-) -> Timing:
-    """All rollouts of ``tasks``; the work is their number."""
+) -> list[int]:
+    """All rollouts of ``tasks`` at once; the length of each reply in tokens."""
     plan = RolloutPlan(
         phase="benchmark",
         step=step,
@@ -61,9 +68,8 @@ async def roll_out(
         job_id=uuid.uuid4().hex,
     )
     runtime = await session.runtime()
-    started = time.perf_counter()
     runs = await collect_rollouts(sampler, tasks, plan=plan, runtime=runtime)
-    return Timing(time.perf_counter() - started, len(runs))
+    return [len(check_run(run).output_token_ids) for run in runs]
 
 
 async def measure(options: argparse.Namespace) -> None:
@@ -71,16 +77,20 @@ async def measure(options: argparse.Namespace) -> None:
     with open_session(options) as session:
         sampler = session.base_sampler()
         settings = SamplingSettings(options.max_tokens or session.preset.max_tokens)
-        each_round = sum(size // GROUP for size in options.sizes)
-        tasks = draw_tasks(session, each_round * (options.rounds + 1), options.seed)
+        share = max(options.sizes) // GROUP  # tasks of one size in one round
+        count = share * len(options.sizes) * (options.rounds + 1)
+        tasks = iter(draw_tasks(session, count, options.seed))
+        lengths: dict[str, list[int]] = {f"{size:,}": [] for size in options.sizes}
 
         def of_size(size: int) -> Side:
-            start = sum(s // GROUP for s in options.sizes if s < size)
-
             async def side(number: int) -> Timing:
-                first = number * each_round + start
-                chosen = tasks[first : first + size // GROUP]
-                return await roll_out(session, sampler, chosen, settings, number)
+                done: list[int] = []
+                started = time.perf_counter()
+                for _ in range(0, share, size // GROUP):
+                    chosen = list(islice(tasks, size // GROUP))
+                    done += await roll_out(session, sampler, chosen, settings, number)
+                lengths[f"{size:,}"] += done
+                return Timing(time.perf_counter() - started, len(done))
 
             return side
 
@@ -90,22 +100,30 @@ async def measure(options: argparse.Namespace) -> None:
         f"rollouts at once, in groups of {GROUP}, limit {settings.max_tokens}, "
         f"{session.preset.name}; {options.rounds} rounds"
     )
-    report(timings)
+    report(timings, {name: fmean(found) for name, found in lengths.items()})
 
 
-def report(timings: dict[str, list[Timing]]) -> None:
+def report(timings: dict[str, list[Timing]], tokens: dict[str, float]) -> None:
     """Print the rate of every size, and how it compares with the size before."""
     print(where())
     names = list(timings)
     before = [None, *names]
     print_table(
-        ("rollouts", "seconds", "rollouts/s", "CPU ms each", "against the size before"),
+        (
+            "at once",
+            "seconds",
+            "rollouts/s",
+            "CPU ms each",
+            "tokens each",
+            "against the size before",
+        ),
         [
             (
                 name,
                 f"{median_seconds(timings[name]):.2f}",
                 f"{median_rate(timings[name]):.1f}",
                 f"{1000 * median_cpu(timings[name]) / timings[name][0].work:.1f}",
+                f"{tokens[name]:.1f}",
                 "" if last is None else str(ratio(timings[name], timings[last])),
             )
             for name, last in zip(names, before, strict=False)
@@ -127,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if wrong := [size for size in options.sizes if size < GROUP or size % GROUP]:
         parser.error(f"--sizes must be multiples of the group of {GROUP}, got {wrong}")
     options.sizes.sort()
+    if wrong := [size for size in options.sizes if options.sizes[-1] % size]:
+        parser.error(f"--sizes must divide the largest, {wrong} do not")
     asyncio.run(measure(options))
 
 

@@ -9,10 +9,12 @@ log-probabilities, never re-tokenised text, are what training uses.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -550,7 +552,8 @@ async def collect_rollouts(
         }
         return run
 
-    runs = list(await asyncio.gather(*map(one, range(len(agents)), agents)))
+    with _only_new_objects_collected():
+        runs = list(await asyncio.gather(*map(one, range(len(agents)), agents)))
     if save is not None:
         save(runs)
     for run, agent in zip(runs, agents, strict=True):
@@ -562,6 +565,23 @@ async def collect_rollouts(
             raise error from agent.failure
         run_reward(run)  # no finite number: an error, in every phase
     return runs
+
+
+@contextlib.contextmanager
+def _only_new_objects_collected() -> Iterator[None]:
+    """Keep Python's garbage collector off the objects that are there already.
+
+    Hundreds of thousands of them belong to the libraries, and rollouts make so many
+    new ones that a full collection runs over all of them again every few hundred.
+    """
+    if gc.get_freeze_count():  # by a call around this one, or by the program itself
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def to_record(

@@ -62,8 +62,9 @@ def test_rollouts_per_second_prints_every_size(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = run("rollouts_per_second", capsys)
-    assert re.search(r"^8 +\d+\.\d\d +\d+\.\d +\d+\.\d$", out, re.M)
-    assert re.search(r"^16 +\d+\.\d\d +\d+\.\d +\d+\.\d +\d+\.\d\d × \(", out, re.M)
+    assert re.search(r"^8 +\d+\.\d\d +\d+\.\d +\d+\.\d +\d+\.\d$", out, re.M)
+    last = r"^16 +\d+\.\d\d +\d+\.\d +\d+\.\d +\d+\.\d +\d+\.\d\d × \("
+    assert re.search(last, out, re.M)
     assert re.search(r"^goal no fall: (reached|MISSED at 16)$", out, re.M)
 
 
@@ -74,6 +75,12 @@ def test_rollouts_come_in_whole_groups(
     with pytest.raises(SystemExit):
         load("rollouts_per_second").main(["--sizes", size])
     assert f"multiples of the group of 8, got [{size}]" in capsys.readouterr().err
+
+
+def test_rollouts_of_every_size_are_as_many(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load("rollouts_per_second").main(["--sizes", "24", "64"])
+    assert "must divide the largest, [24] do not" in capsys.readouterr().err
 
 
 @pytest.mark.slow

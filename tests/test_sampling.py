@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from rlhelpers.sampling import (
     RolloutPlan,
     SamplingSettings,
     _check_vocabulary,
+    _only_new_objects_collected,
     check_context,
     collect_rollouts,
     end_token_ids,
@@ -105,6 +108,51 @@ def test_seeds_are_stable_and_all_different() -> None:
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert rollout_seed(0, 1, 2, 3) == 1980200620
+
+
+# -- the garbage collector -------------------------------------------------------
+
+
+class _Loop:
+    """Refers to itself, so that only the collector can free it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_rollouts_keep_the_collector_off_what_was_there_before() -> None:
+    gc.collect(0)  # no collection is due in the next lines
+    earlier = weakref.ref(_Loop())
+    with _only_new_objects_collected():
+        new = weakref.ref(_Loop())
+        gc.collect()
+        assert earlier() is not None
+        assert new() is None
+    gc.collect()
+    assert earlier() is None
+
+
+def test_the_collector_sees_everything_again_after_a_failure_within() -> None:
+    def fail() -> None:
+        with _only_new_objects_collected():
+            with _only_new_objects_collected():
+                pass
+            assert gc.get_freeze_count() > 0
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_program_that_froze_its_objects_itself_keeps_them_frozen() -> None:
+    gc.freeze()
+    try:
+        with _only_new_objects_collected():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 # -- text -------------------------------------------------------------------------
