@@ -31,13 +31,13 @@ from rlhelpers.commands import (
     check_command,
     diagnose_command,
     evaluate_command,
-    plain_text,
     sessions_command,
     train_command,
 )
 from rlhelpers.models import BACKENDS, PRESETS
 from rlhelpers.preflight import MissingKey, TokenizerUnavailable
 from rlhelpers.refusals import ServiceRefused
+from rlhelpers.tables import markdown_table, plain_text
 from rlhelpers.training import LOSSES
 
 _REFUSALS = (ValueError, OSError, MissingKey, TokenizerUnavailable)
@@ -182,17 +182,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _presets() -> str:
     """The presets' values, which stand in for flags that are left out."""
+    head = ["preset", "steps", "tasks per step", "group size", "max tokens"]
+    head += ["learning rate", "operands", "held out"]
     rows = [
-        "| preset | steps | tasks per step | group size | max tokens | learning rate "
-        "| operands | held out |",
-        *(
-            f"| {p.name} | {p.steps} | {p.tasks_per_step} | {p.group_size} "
-            f"| {p.max_tokens} | {p.learning_rate:g} | {p.operands[0]}-{p.operands[1]} "
-            f"| {p.evaluation_tasks} |"
-            for p in PRESETS.values()
-        ),
+        [
+            p.name,
+            str(p.steps),
+            str(p.tasks_per_step),
+            str(p.group_size),
+            str(p.max_tokens),
+            f"{p.learning_rate:g}",
+            f"{p.operands[0]}-{p.operands[1]}",
+            str(p.evaluation_tasks),
+        ]
+        for p in PRESETS.values()
     ]
-    return plain_text("\n".join(rows))
+    return plain_text(markdown_table(head, rows))
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:

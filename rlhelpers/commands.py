@@ -57,6 +57,7 @@ from rlhelpers.refusals import ServiceRefused
 from rlhelpers.runs import FULL_RUN
 from rlhelpers.sampling import PolicySampler, SamplingSettings
 from rlhelpers.service import TrainingSession, connect
+from rlhelpers.tables import plain_text
 from rlhelpers.tasks import (
     TaskPool,
     load_tasks,
@@ -654,44 +655,3 @@ def _print_samples(records: Sequence[RolloutRecord]) -> None:
 def _report_usage(session: TrainingSession) -> None:
     if session.preset.backend == "local":  # elsewhere the session says so as it closes
         _say(f"\n{session.usage_report}")
-
-
-def plain_text(markdown: str) -> str:
-    """Our Markdown for a terminal: tables in columns, no asterisks.
-
-    >>> print(plain_text("**Fine.**\\n\\n| x | y |\\n|---|---:|\\n| ab | 1 |"))
-    Fine.
-    <BLANKLINE>
-    x   y
-    ab  1
-    """
-    lines = markdown.replace("**", "").split("\n")
-    cells = {
-        number: [cell.strip() for cell in line.strip("|").split("|")]
-        for number, line in enumerate(lines)
-        if line.startswith("|")
-    }
-    out: list[str] = []
-    table: list[list[str]] = []
-    for number, line in enumerate([*lines, ""]):
-        if number in cells:
-            table.append(cells[number])
-            continue
-        out += _columns(table)
-        table = []
-        out.append(line)
-    return "\n".join(out[:-1])
-
-
-def _columns(table: list[list[str]]) -> list[str]:
-    rows = [row for row in table if not all(set(cell) <= set(":-") for cell in row)]
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

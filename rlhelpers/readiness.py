@@ -31,6 +31,7 @@ from rlhelpers.calibration import summarize_groups
 from rlhelpers.metrics import RolloutRecord
 from rlhelpers.models import ModelPreset
 from rlhelpers.sampling import render_prompt
+from rlhelpers.tables import markdown_table
 from rlhelpers.tasks import LoadedTasks, content_key, split_taskset
 
 if TYPE_CHECKING:
@@ -61,11 +62,14 @@ class ReadinessCheck:
     seen: str
     remedy: str = ""
 
+    @property
+    def mark(self) -> str:
+        """How a table or a line shows whether it passed."""
+        return "✓" if self.passed else "✗"
+
     def __str__(self) -> str:
-        mark = "✓" if self.passed else "✗"
-        return f"{mark} {self.name}: {self.seen}" + (
-            f". {self.remedy}" if self.remedy else ""
-        )
+        remedy = f". {self.remedy}" if self.remedy else ""
+        return f"{self.mark} {self.name}: {self.seen}{remedy}"
 
 
 @dataclass(frozen=True)
@@ -95,17 +99,13 @@ class Readiness:
 
     def to_markdown(self) -> str:
         """The table in Markdown."""
-        rows = [
-            f"| {'✓' if check.passed else '✗'} | {check.name} | {check.seen} "
-            f"| {check.remedy} |"
-            for check in self.checks
-        ]
-        return "\n".join(
-            ["| | check | seen | what to do |", "|---|---|---|---|", *rows]
+        return markdown_table(
+            ["", "check", "seen", "what to do"],
+            [(c.mark, c.name, c.seen, c.remedy) for c in self.checks],
+            numbers=False,
         )
 
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
+    _repr_markdown_ = to_markdown
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.checks))

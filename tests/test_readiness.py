@@ -273,7 +273,7 @@ def test_the_table_shows_marks_and_remedies() -> None:
         ReadinessCheck("b", False, "0 of 1", "Add one")
     )
     assert readiness.to_markdown().splitlines()[2:] == [
-        "| ✓ | a | 1 of 1 |  |",
+        "| ✓ | a | 1 of 1 | |",
         "| ✗ | b | 0 of 1 | Add one |",
     ]
     assert str(readiness) == "✓ a: 1 of 1\n✗ b: 0 of 1. Add one"
