@@ -293,7 +293,8 @@ def check_prices(prices: Sequence[float]) -> tuple[float, float, float]:
     numbers = [
         float(price)
         for price in (prices if isinstance(prices, list | tuple) else ())
-        if isinstance(price, int | float) and math.isfinite(price) and price >= 0
+        if isinstance(price, int | float) and not isinstance(price, bool)
+        if math.isfinite(price) and price >= 0
     ]
     if len(numbers) != 3:
         raise ValueError(

@@ -83,10 +83,6 @@ class Readiness:
         """Whether every check passed."""
         return all(check.passed for check in self.checks)
 
-    def and_also(self, *checks: ReadinessCheck) -> Readiness:
-        """The same with further checks, such as that of a calibration."""
-        return Readiness((*self.checks, *checks))
-
     def require(self) -> None:
         """Do nothing if every check passed.
 
