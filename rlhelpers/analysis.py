@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 from typing import Any, Literal, Protocol
 
 from rlhelpers.advantages import FLAT_SPREAD, sample_std
 from rlhelpers.answers import parse_final_integer
+from rlhelpers.tables import markdown_table
 
 Outcome = Literal["correct", "wrong_integer", "invalid_final_line"]
 
@@ -85,16 +86,23 @@ def cause_of(rollout: Rollout) -> str:
     return "token_limit" if rollout.token_limit else _outcome(rollout)
 
 
-def _outcome(rollout: Rollout) -> Outcome:
-    for outcome in OUTCOMES:
-        if rollout.outcome == outcome:
-            return outcome
-    raise ValueError(
-        f"rollout of task {rollout.task!r} has outcome {rollout.outcome!r}; expected "
-        f"one of {', '.join(OUTCOMES)}. A task of your own has outcomes only if its "
-        "grader reports the right integer as info['expected']; without them, compare "
-        "rewards (compare_rewards, plot_rewards, plot_group_rewards)"
-    )
+def _outcome(rollout: Rollout) -> str:
+    if rollout.outcome not in OUTCOMES:
+        raise ValueError(
+            f"rollout of task {rollout.task!r} has outcome {rollout.outcome!r}; "
+            f"expected one of {', '.join(OUTCOMES)}. A task of your own has outcomes "
+            "only if its grader reports the right integer as info['expected']; without "
+            "them, compare rewards (compare_rewards, plot_rewards, plot_group_rewards)"
+        )
+    return rollout.outcome
+
+
+def records_by_task(records: Iterable[Rollout]) -> dict[str, list[Any]]:
+    """Rollouts of each task, in order of first appearance."""
+    groups: dict[str, list[Any]] = {}
+    for record in records:
+        groups.setdefault(record.task, []).append(record)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ def summarize_outcomes(records: Iterable[Rollout]) -> OutcomeSummary:
         correct=counts["correct"],
         wrong_integer=counts["wrong_integer"],
         invalid_final_line=counts["invalid_final_line"],
-        token_limit=sum(bool(rollout.token_limit) for rollout in rollouts),
+        token_limit=sum(rollout.token_limit for rollout in rollouts),
         mean_output_tokens=(
             fmean(rollout.output_tokens for rollout in rollouts) if rollouts else None
         ),
@@ -232,6 +240,30 @@ def _normal_quantile(confidence: float) -> float:
 # Before and after
 
 
+def _share_text(count: int, n: int, confidence: float) -> str:
+    """Such as ``97.7% [93.3, 99.2]``."""
+    low, high = wilson_interval(count, n, confidence)
+    return f"{count / n:.1%} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _p_text(p: float) -> str:
+    return "p < 0.0001" if p < 1e-4 else f"p = {p:.4f}"
+
+
+def _count_rows(
+    columns: Sequence[OutcomeSummary], cell: Callable[[int, OutcomeSummary], str]
+) -> list[list[str]]:
+    """The rows of a table that say what went wrong, and how long the replies were."""
+    rows = [
+        [LABELS[key], *(cell(getattr(column, key), column) for column in columns)]
+        for key in ("invalid_final_line", "wrong_integer", "token_limit")
+    ]
+    rows[-1][0] += " (overlaps)"
+    means = (column.mean_output_tokens for column in columns)
+    lengths = ("–" if mean is None else f"{mean:,.1f}" for mean in means)
+    return [*rows, ["mean output tokens", *lengths]]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The same tasks before and after training, paired."""
@@ -262,59 +294,39 @@ class Comparison:
         )
 
     def to_markdown(self) -> str:
-        """The comparison as two tables and two sentences, in Markdown."""
-        return "\n".join(
-            [
-                *self._outcome_rows(),
-                "",
-                *self._sentences(),
-                "",
-                *self._transition_rows(),
-            ]
+        """The comparison as two tables and a sentence between them, in Markdown."""
+        return "\n\n".join([self._outcomes(), self._sentence(), self._transitions()])
+
+    _repr_markdown_ = to_markdown
+
+    def _outcomes(self) -> str:
+        sides = (self.before, self.after)
+        shares = (_share_text(side.correct, side.n, self.confidence) for side in sides)
+        rows = [
+            [f"accuracy [{self.confidence:.0%} interval]", *shares],
+            *_count_rows(sides, lambda count, side: str(count)),
+        ]
+        return markdown_table(
+            [f"{self.before.n} held-out tasks", "before", "after"], rows
         )
 
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
-
-    def _outcome_rows(self) -> list[str]:
-        n, level = self.before.n, f"{self.confidence:.0%}"
-        rows = [
-            f"| {n} held-out tasks | before | after |",
-            "|---|---:|---:|",
-            f"| accuracy [{level} interval] | {self._share(self.before)} "
-            f"| {self._share(self.after)} |",
-        ]
-        for key in ("invalid_final_line", "wrong_integer", "token_limit"):
-            label = LABELS[key] + (" (overlaps)" if key == "token_limit" else "")
-            counts = (getattr(self.before, key), getattr(self.after, key))
-            rows.append(f"| {label} | {counts[0]} | {counts[1]} |")
-        tokens = (self.before.mean_output_tokens, self.after.mean_output_tokens)
-        rows.append(f"| mean output tokens | {tokens[0]:,.1f} | {tokens[1]:,.1f} |")
-        return rows
-
-    def _share(self, summary: OutcomeSummary) -> str:
-        low, high = wilson_interval(summary.correct, summary.n, self.confidence)
-        share = summary.correct / summary.n
-        return f"{share:.1%} [{100 * low:.1f}, {100 * high:.1f}]"
-
-    def _sentences(self) -> list[str]:
+    def _sentence(self) -> str:
         low, high = (100 * bound for bound in self.change_interval)
-        p = "p < 0.0001" if self.p_value < 1e-4 else f"p = {self.p_value:.4f}"
-        return [
+        return (
             f"Accuracy changed by {100 * self.change:+.1f} points "
             f"[{low:+.1f}, {high:+.1f}]: {len(self.fixed)} tasks were fixed and "
-            f"{len(self.regressed)} regressed (exact McNemar test, {p}).",
-        ]
+            f"{len(self.regressed)} regressed (exact McNemar test, "
+            f"{_p_text(self.p_value)})."
+        )
 
-    def _transition_rows(self) -> list[str]:
-        rows = [
-            "| before ↓ after → | " + " | ".join(LABELS[c] for c in CAUSES) + " |",
-            "|---" + "|---:" * len(CAUSES) + "|",
-        ]
-        for cause in CAUSES:
-            counts = (str(self.transitions[cause, after]) for after in CAUSES)
-            rows.append(f"| {LABELS[cause]} | " + " | ".join(counts) + " |")
-        return rows
+    def _transitions(self) -> str:
+        return markdown_table(
+            ["before ↓ after →", *(LABELS[new] for new in CAUSES)],
+            [
+                [LABELS[old], *(str(self.transitions[old, new]) for new in CAUSES)]
+                for old in CAUSES
+            ],
+        )
 
 
 def compare_before_after(
@@ -331,21 +343,17 @@ def compare_before_after(
         ValueError: A side is empty, repeats a task, or has tasks the other lacks.
     """
     before, after = _paired(before_records, after_records)
-    pairs = [(before[task], after[task]) for task in before]
-    counts = Counter((cause_of(old), cause_of(new)) for old, new in pairs)
+    moves = {task: (cause_of(before[task]), cause_of(after[task])) for task in before}
+    counts = Counter(moves.values())
     return Comparison(
         before=summarize_outcomes(before.values()),
         after=summarize_outcomes(after.values()),
         transitions={(old, new): counts[old, new] for old in CAUSES for new in CAUSES},
         fixed=tuple(
-            old.task
-            for old, new in pairs
-            if old.outcome != "correct" and new.outcome == "correct"
+            task for task, (old, new) in moves.items() if old != "correct" == new
         ),
         regressed=tuple(
-            old.task
-            for old, new in pairs
-            if old.outcome == "correct" and new.outcome != "correct"
+            task for task, (old, new) in moves.items() if old == "correct" != new
         ),
         confidence=confidence,
     )
@@ -405,7 +413,6 @@ class CalibrationVerdict:
     within_group_std: float
     groups: int
     kept_groups: int  # groups with a reward spread
-    group_size: float  # mean rollouts per group
     outcomes: OutcomeSummary
 
     @property
@@ -425,13 +432,10 @@ class CalibrationVerdict:
             f"invalid final line; {o.token_limit} hit the token limit."
         )
 
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
+    _repr_markdown_ = to_markdown
 
 
-def calibration_verdict(
-    records: Iterable[Rollout], *, low: float = 0.1, high: float = 0.9
-) -> CalibrationVerdict:
+def calibration_verdict(records: Iterable[Rollout]) -> CalibrationVerdict:
     """Judge a calibration: is there anything to learn from?
 
     Rollouts are grouped by task. The causes are tried in this order, because each
@@ -439,13 +443,12 @@ def calibration_verdict(
 
     1. *token limit*: at least half of all rollouts were cut off before an answer;
     2. *no valid ending*: no rollout ended in an integer;
-    3. *too easy* or *too hard*: the mean reward is above ``high`` or below ``low``;
+    3. *too easy* or *too hard*: the mean reward is above 0.9 or below 0.1;
     4. *no signal*: the mean looks fine, yet every group is flat;
     5. *healthy*: some groups have right and wrong answers.
 
     Args:
         records: Rollouts with rewards between 0 and 1.
-        low, high: Mean rewards outside these count as too hard and too easy.
 
     Raises:
         ValueError: There are no records.
@@ -453,15 +456,15 @@ def calibration_verdict(
     rollouts = list(records)
     if not rollouts:
         raise ValueError("no rollouts to judge: run the calibration first")
-    groups: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.task, []).append(float(rollout.reward))
-    spreads = [sample_std(rewards) for rewards in groups.values()]
+    spreads = [
+        sample_std([float(rollout.reward) for rollout in group])
+        for group in records_by_task(rollouts).values()
+    ]
     mean = fmean(float(rollout.reward) for rollout in rollouts)
     kept = sum(spread >= FLAT_SPREAD for spread in spreads)
     outcomes = summarize_outcomes(rollouts)
     cut_off = sum(cause_of(rollout) == "token_limit" for rollout in rollouts)
-    code = _verdict_code(outcomes, cut_off, mean, kept, low, high)
+    code = _verdict_code(outcomes, cut_off, mean, kept)
     headline, advice = _VERDICTS[code]
     return CalibrationVerdict(
         code=code,
@@ -469,28 +472,22 @@ def calibration_verdict(
         advice=advice,
         reward_mean=mean,
         within_group_std=fmean(spreads),
-        groups=len(groups),
+        groups=len(spreads),
         kept_groups=kept,
-        group_size=len(rollouts) / len(groups),
         outcomes=outcomes,
     )
 
 
 def _verdict_code(
-    outcomes: OutcomeSummary,
-    cut_off: int,
-    mean: float,
-    kept_groups: int,
-    low: float,
-    high: float,
+    outcomes: OutcomeSummary, cut_off: int, mean: float, kept_groups: int
 ) -> VerdictCode:
     if 2 * cut_off >= outcomes.n:
         return "token_limit"
     if outcomes.invalid_final_line == outcomes.n:
         return "no_valid_ending"
-    if mean > high:
+    if mean > 0.9:
         return "too_easy"
-    if mean < low:
+    if mean < 0.1:
         return "too_hard"
     return "healthy" if kept_groups else "no_signal"
 
@@ -528,14 +525,6 @@ _VERDICTS: Mapping[VerdictCode, tuple[str, str]] = {
 }
 
 
-def records_by_task(records: Iterable[Rollout]) -> dict[str, list[Any]]:
-    """Rollouts of each task, in order of first appearance."""
-    groups: dict[str, list[Any]] = {}
-    for record in records:
-        groups.setdefault(record.task, []).append(record)
-    return groups
-
-
 # What a comparison is made of
 
 
@@ -553,33 +542,20 @@ class OutcomeTable:
 
     def to_markdown(self) -> str:
         """The table in Markdown; ``–`` where a column has no rollouts."""
-        summaries = self.columns.values()
+        summaries = tuple(self.columns.values())
         rows = [
-            "| | " + " | ".join(self.columns) + " |",
-            "|---" + "|---:" * len(self.columns) + "|",
-            "| tasks | " + " | ".join(f"{s.n:,}" for s in summaries) + " |",
+            ["tasks", *(f"{s.n:,}" for s in summaries)],
+            ["correct", *(self._cell(s.correct, s) for s in summaries)],
+            *_count_rows(summaries, self._cell),
         ]
-        for key, label in (
-            ("correct", "correct"),
-            ("invalid_final_line", LABELS["invalid_final_line"]),
-            ("wrong_integer", LABELS["wrong_integer"]),
-            ("token_limit", LABELS["token_limit"] + " (overlaps)"),
-        ):
-            cells = (self._cell(getattr(s, key), s.n) for s in summaries)
-            rows.append(f"| {label} | " + " | ".join(cells) + " |")
-        means = (s.mean_output_tokens for s in summaries)
-        tokens = ("–" if mean is None else f"{mean:,.1f}" for mean in means)
-        rows.append("| mean output tokens | " + " | ".join(tokens) + " |")
-        return "\n".join(rows)
+        return markdown_table(["", *self.columns], rows)
 
-    def _cell(self, count: int, n: int) -> str:
-        if n == 0:
+    def _cell(self, count: int, of: OutcomeSummary) -> str:
+        if not of.n:
             return "–"
-        low, high = wilson_interval(count, n, self.confidence)
-        return f"{count} = {count / n:.1%} [{100 * low:.1f}, {100 * high:.1f}]"
+        return f"{count} = {_share_text(count, of.n, self.confidence)}"
 
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
+    _repr_markdown_ = to_markdown
 
 
 def tokens_by_cause(records: Iterable[Rollout]) -> dict[str, int]:
@@ -708,39 +684,33 @@ class RewardComparison:
 
     def to_markdown(self) -> str:
         """A table of both sides and a sentence on the change, in Markdown."""
-        level = f"{self.confidence:.0%}"
-        rows = [
-            f"| {len(self.tasks)} tasks | mean reward [{level} interval] "
-            "| mean tokens | token limit hit |",
-            "|---|---:|---:|---:|",
-        ]
-        sides = zip(
-            ("before", "after"),
-            (self.before, self.after),
-            self.tokens,
-            self.token_limit,
-            strict=True,
+        means = [self._mean(rewards) for rewards in (self.before, self.after)]
+        table = markdown_table(
+            [
+                f"{len(self.tasks)} tasks",
+                f"mean reward [{self.confidence:.0%} interval]",
+                "mean tokens",
+                "token limit hit",
+            ],
+            [
+                [side, means[i], f"{self.tokens[i]:,.1f}", str(self.token_limit[i])]
+                for i, side in enumerate(("before", "after"))
+            ],
         )
-        for name, rewards, tokens, cut in sides:
-            mean = f"{fmean(rewards):.3f}{self._interval(rewards)}"
-            rows.append(f"| {name} | {mean} | {tokens:,.1f} | {cut} |")
-        p = "p < 0.0001" if self.p_value < 1e-4 else f"p = {self.p_value:.4f}"
-        change = f"{self.change:+.3f}{self._interval(self.differences, '+')}"
-        rows += [
-            "",
-            f"Mean reward changed by {change}: {self.better} tasks earn more than "
-            f"before, {self.worse} earn less (exact sign test, {p}).",
-        ]
-        return "\n".join(rows)
+        return (
+            f"{table}\n\nMean reward changed by {self._mean(self.differences, '+')}: "
+            f"{self.better} tasks earn more than before, {self.worse} earn less (exact "
+            f"sign test, {_p_text(self.p_value)})."
+        )
 
-    def _interval(self, values: Sequence[float], sign: str = "") -> str:
+    def _mean(self, values: Sequence[float], sign: str = "") -> str:
+        mean = f"{fmean(values):{sign}.3f}"
         if len(values) < 2:
-            return ""
+            return mean
         low, high = mean_interval(values, self.confidence)
-        return f" [{low:{sign}.3f}, {high:{sign}.3f}]"
+        return f"{mean} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
+    _repr_markdown_ = to_markdown
 
 
 def compare_rewards(
@@ -767,8 +737,8 @@ def compare_rewards(
             fmean(rollout.output_tokens for rollout in sides[1]),
         ),
         token_limit=(
-            sum(bool(rollout.token_limit) for rollout in sides[0]),
-            sum(bool(rollout.token_limit) for rollout in sides[1]),
+            sum(rollout.token_limit for rollout in sides[0]),
+            sum(rollout.token_limit for rollout in sides[1]),
         ),
         confidence=confidence,
     )

@@ -22,6 +22,7 @@ from typing import Any
 from rlhelpers.command_settings import (
     as_flags,
     changed_settings,
+    flag,
     read_settings,
 )
 from rlhelpers.commands import (
@@ -31,13 +32,13 @@ from rlhelpers.commands import (
     check_command,
     diagnose_command,
     evaluate_command,
-    plain_text,
     sessions_command,
     train_command,
 )
 from rlhelpers.models import BACKENDS, PRESETS
 from rlhelpers.preflight import MissingKey, TokenizerUnavailable
 from rlhelpers.refusals import ServiceRefused
+from rlhelpers.tables import markdown_table, plain_text
 from rlhelpers.training import LOSSES
 
 _REFUSALS = (ValueError, OSError, MissingKey, TokenizerUnavailable)
@@ -115,12 +116,15 @@ def _dispatch(command: str, given: dict[str, Any]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    layout: dict[str, Any] = {
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
     parser = argparse.ArgumentParser(
         prog="python -m rlhelpers",
         description="Calibrate, train and evaluate a policy without a notebook.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        **layout,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -130,39 +134,48 @@ def _parser() -> argparse.ArgumentParser:
             help=description,
             description=description,
             epilog=f"{epilog}{_EPILOG}\n{_presets()}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            **layout,
         )
 
-    checking = add(
-        "check", "Check tasks of your own, without a model: can they be trained on?"
+    _add_flags(
+        add(
+            "check", "Check tasks of your own, without a model: can they be trained on?"
+        ),
+        "the check",
+        ("samples", "tasks_per_step", "evaluation_tasks", "max_tokens"),
+        tasks_per_step="as for train",
     )
-    _add_place(checking)
-    _add_tasks(checking)
-    _add_check(checking)
-
-    calibrating = add(
-        "calibrate", "Sample some tasks: is there anything to learn from?"
+    tasks, rollouts, samples = CALIBRATION
+    default = f" (default: {tasks} tasks of {rollouts} rollouts)"
+    _add_flags(
+        add("calibrate", "Sample some tasks: is there anything to learn from?"),
+        "the calibration",
+        ("tasks_per_step", "group_size", "max_tokens", "debug_samples"),
+        tasks_per_step=f"{_FLAGS['tasks_per_step']['help']}{default}",
+        group_size=f"{_FLAGS['group_size']['help']}{default}",
+        debug_samples="sample texts to print beside their rewards "
+        f"(default: {samples})",
     )
-    _add_place(calibrating)
-    _add_tasks(calibrating)
-    _add_calibration(calibrating)
-
-    training = add("train", "Train, with evaluations around it.", _TRAIN_EPILOG)
-    _add_place(training)
-    _add_tasks(training)
-    _add_training(training)
-
-    evaluating = add("evaluate", "Evaluate greedily on held-out tasks.")
-    _add_place(evaluating)
-    _add_tasks(evaluating)
-    _add_evaluation(evaluating)
-
+    _add_flags(
+        add("train", "Train, with evaluations around it.", _TRAIN_EPILOG),
+        "the training",
+        _TRAINING,
+    )
+    _add_flags(
+        add("evaluate", "Evaluate greedily on held-out tasks."),
+        "the evaluation",
+        _EVALUATION,
+        resume_from="what to evaluate: where a run stands, on the tasks that it held "
+        "out, or a training checkpoint (default: the base model). With other tasks, "
+        "those that the run was trained on are left out",
+        steps="as given to train, like the next: the three numbers decide which tasks "
+        "are held out",
+        tasks_per_step="as for train",
+    )
     diagnosing = add("diagnose", "Say what looks wrong in a run, from its files alone.")
     diagnosing.add_argument(
         "run", metavar="RUN", help="the run's folder, finished or not"
     )
-
     listing = add(
         "sessions",
         "List sessions at Fireworks that were never given back, or end them.",
@@ -182,243 +195,189 @@ def _parser() -> argparse.ArgumentParser:
 
 def _presets() -> str:
     """The presets' values, which stand in for flags that are left out."""
+    head = ["preset", "steps", "tasks per step", "group size", "max tokens"]
+    head += ["learning rate", "operands", "held out"]
     rows = [
-        "| preset | steps | tasks per step | group size | max tokens | learning rate "
-        "| operands | held out |",
-        *(
-            f"| {p.name} | {p.steps} | {p.tasks_per_step} | {p.group_size} "
-            f"| {p.max_tokens} | {p.learning_rate:g} | {p.operands[0]}-{p.operands[1]} "
-            f"| {p.evaluation_tasks} |"
-            for p in PRESETS.values()
-        ),
+        [
+            p.name,
+            str(p.steps),
+            str(p.tasks_per_step),
+            str(p.group_size),
+            str(p.max_tokens),
+            f"{p.learning_rate:g}",
+            f"{p.operands[0]}-{p.operands[1]}",
+            str(p.evaluation_tasks),
+        ]
+        for p in PRESETS.values()
     ]
-    return plain_text("\n".join(rows))
+    return plain_text(markdown_table(head, rows))
 
 
-def _add_place(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("where it runs")
-    group.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        help="local (default): the training service of this package, in this process; "
-        "fireworks: needs FIREWORKS_API_KEY, and costs money",
-    )
-    names = "; ".join(
-        f"{backend}: "
-        + ", ".join(p.name for p in PRESETS.values() if p.backend == backend)
-        for backend in BACKENDS
-    )
-    group.add_argument("--model", metavar="NAME", help=f"a preset's name ({names})")
-    group.add_argument(
-        "--token-limit",
-        type=int,
-        metavar="N",
-        help="most tokens that this call may use, checked before each request "
-        "(default: no limit locally, 10 million on fireworks)",
-    )
-    group.add_argument(
-        "--prices",
-        type=float,
-        nargs=3,
-        metavar=("PREFILL", "SAMPLED", "TRAINED"),
-        help="dollars per million tokens of each kind, for the cost in the banner",
-    )
-    group.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="of adapter, tasks and rollouts (default: 0)",
-    )
-    group.add_argument(
-        "--runs-dir",
-        metavar="DIR",
-        help="holds all runs, and the local service's checkpoints in DIR/service "
-        "(default: runs)",
-    )
-    group.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="this run's own folder (default: a new one in the runs folder)",
-    )
+# -- flags ------------------------------------------------------------------------
 
 
-def _add_tasks(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("which tasks")
-    for operand, word in (("a", "first"), ("b", "second")):
-        for end, size in (("min", "smallest"), ("max", "largest")):
-            group.add_argument(
-                f"--{end}-{operand}",
-                type=int,
-                metavar="N",
-                help=f"{size} {word} operand of the multiplication tasks",
-            )
-    group.add_argument(
-        "--tasks-file",
-        metavar="PATH",
-        help="tasks of your own instead: a .json or .jsonl file of rows with env, id "
-        "and args, or HUD tasks in a .py file or folder",
-    )
-    group.add_argument(
-        "--env-path",
-        metavar="PATH",
-        help="the HUD environment of these tasks, a .py file or folder; not needed "
-        "where the Python source of the tasks brings it along",
-    )
-    group.add_argument(
-        "--taskset",
-        metavar="NAME",
-        help="a taskset hosted by HUD instead; needs HUD_API_KEY (not tried with an "
+def _text(metavar: str, said: str) -> dict[str, Any]:
+    return {"metavar": metavar, "help": said}
+
+
+def _whole(said: str) -> dict[str, Any]:
+    return {"type": int, "metavar": "N", "help": said}
+
+
+def _number(said: str) -> dict[str, Any]:
+    return {"type": float, "metavar": "X", "help": said}
+
+
+def _switch(said: str) -> dict[str, Any]:
+    return {"action": "store_true", "default": None, "help": said}
+
+
+_NAMES = "; ".join(
+    f"{backend}: " + ", ".join(p.name for p in PRESETS.values() if p.backend == backend)
+    for backend in BACKENDS
+)
+
+#: Flag → how argparse takes it. The names are those of ``Settings``.
+_FLAGS: dict[str, dict[str, Any]] = {
+    # where it runs
+    "backend": {
+        "choices": BACKENDS,
+        "help": "local (default): the training service of this package, in this "
+        "process; fireworks: needs FIREWORKS_API_KEY, and costs money",
+    },
+    "model": _text("NAME", f"a preset's name ({_NAMES})"),
+    "token_limit": _whole(
+        "most tokens that this call may use, checked before each request (default: no "
+        "limit locally, 10 million on fireworks)"
+    ),
+    "prices": {
+        "type": float,
+        "nargs": 3,
+        "metavar": ("PREFILL", "SAMPLED", "TRAINED"),
+        "help": "dollars per million tokens of each kind, for the cost in the banner",
+    },
+    "seed": _whole("of adapter, tasks and rollouts (default: 0)"),
+    "runs_dir": _text(
+        "DIR",
+        "holds all runs, and the local service's checkpoints in DIR/service (default: "
+        "runs)",
+    ),
+    "run_dir": _text(
+        "DIR", "this run's own folder (default: a new one in the runs folder)"
+    ),
+    # which tasks
+    "min_a": _whole("smallest first operand of the multiplication tasks"),
+    "max_a": _whole("largest first operand of the multiplication tasks"),
+    "min_b": _whole("smallest second operand of the multiplication tasks"),
+    "max_b": _whole("largest second operand of the multiplication tasks"),
+    "tasks_file": _text(
+        "PATH",
+        "tasks of your own instead: a .json or .jsonl file of rows with env, id and "
+        "args, or HUD tasks in a .py file or folder",
+    ),
+    "env_path": _text(
+        "PATH",
+        "the HUD environment of these tasks, a .py file or folder; not needed where "
+        "the Python source of the tasks brings it along",
+    ),
+    "taskset": _text(
+        "NAME",
+        "a taskset hosted by HUD instead; needs HUD_API_KEY (not tried with an "
         "account)",
-    )
-
-
-def _add_sampling(group: Any, default: str = "") -> None:
-    group.add_argument(
-        "--tasks-per-step",
-        type=int,
-        metavar="N",
-        help="tasks of a step, each of which makes one group" + default,
-    )
-    group.add_argument(
-        "--group-size",
-        type=int,
-        metavar="N",
-        help="rollouts of each task, at least 2" + default,
-    )
-
-
-def _add_length(group: Any) -> None:
-    group.add_argument(
-        "--max-tokens", type=int, metavar="N", help="longest reply, in tokens"
-    )
-
-
-def _add_held_out(group: Any) -> None:
-    group.add_argument(
-        "--evaluation-tasks",
-        "--eval-tasks",
-        dest="evaluation_tasks",
-        type=int,
-        metavar="N",
-        help="tasks held out of training and evaluated",
-    )
-
-
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the check")
-    group.add_argument(
-        "--samples",
-        metavar="PATH",
-        help="labelled replies, a .jsonl file of rows with task, reply, reward (a "
-        "number or [least, most]) and why",
-    )
-    group.add_argument("--tasks-per-step", type=int, metavar="N", help="as for train")
-    _add_held_out(group)
-    _add_length(group)
-
-
-def _add_calibration(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the calibration")
-    tasks, rollouts, samples = CALIBRATION
-    _add_sampling(group, f" (default: {tasks} tasks of {rollouts} rollouts)")
-    _add_length(group)
-    group.add_argument(
-        "--debug-samples",
-        type=int,
-        metavar="N",
-        help=f"sample texts to print beside their rewards (default: {samples})",
-    )
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the training")
-    group.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
-    _add_sampling(group)
-    _add_length(group)
-    group.add_argument(
-        "--learning-rate", type=float, metavar="X", help="Adam's learning rate"
-    )
-    group.add_argument(
-        "--loss-fn",
-        choices=LOSSES,
-        help=f"the service's loss (default: {LOSSES[0]})",
-    )
-    group.add_argument(
-        "--require-update",
-        action="store_true",
-        default=None,
-        help="stop at a step whose groups are all flat",
-    )
-    group.add_argument(
-        "--fixed-tasks",
-        action="store_true",
-        default=None,
-        help="the same tasks at every step; the policy may then learn these tasks and "
-        "not the skill",
-    )
-    group.add_argument(
-        "--checkpoint-every",
-        type=int,
-        metavar="N",
-        help="steps between checkpoints to resume from (default: 5)",
-    )
-    group.add_argument(
-        "--kl-every",
-        type=int,
-        metavar="N",
-        help="steps between measurements of the KL to the base model; 0 is never "
-        "(default: 5 locally; never on fireworks, where its tokens are paid for)",
-    )
-    group.add_argument(
-        "--kl-coefficient",
-        type=float,
-        metavar="X",
-        help="holds the policy near the base model, which then reads every trained "
-        "rollout once more (default: 0, off)",
-    )
-    group.add_argument(
-        "--updates-per-batch",
-        type=int,
-        metavar="N",
-        help="optimizer steps on each batch; above 1 prefer ppo or cispo (default: 1)",
-    )
-    _add_held_out(group)
-    group.add_argument(
-        "--eval-before",
-        action=argparse.BooleanOptionalAction,
-        help="evaluate before training too (default: yes locally, no on fireworks); "
+    ),
+    # what is done with them
+    "samples": _text(
+        "PATH",
+        "labelled replies, a .jsonl file of rows with task, reply, reward (a number "
+        "or [least, most]) and why",
+    ),
+    "steps": _whole("optimizer steps"),
+    "tasks_per_step": _whole("tasks of a step, each of which makes one group"),
+    "group_size": _whole("rollouts of each task, at least 2"),
+    "max_tokens": _whole("longest reply, in tokens"),
+    "learning_rate": _number("Adam's learning rate"),
+    "loss_fn": {
+        "choices": LOSSES,
+        "help": f"the service's loss (default: {LOSSES[0]})",
+    },
+    "require_update": _switch("stop at a step whose groups are all flat"),
+    "fixed_tasks": _switch(
+        "the same tasks at every step; the policy may then learn these tasks and not "
+        "the skill"
+    ),
+    "checkpoint_every": _whole("steps between checkpoints to resume from (default: 5)"),
+    "kl_every": _whole(
+        "steps between measurements of the KL to the base model; 0 is never (default: "
+        "5 locally; never on fireworks, where its tokens are paid for)"
+    ),
+    "kl_coefficient": _number(
+        "holds the policy near the base model, which then reads every trained rollout "
+        "once more (default: 0, off)"
+    ),
+    "updates_per_batch": _whole(
+        "optimizer steps on each batch; above 1 prefer ppo or cispo (default: 1)"
+    ),
+    "evaluation_tasks": _whole("tasks held out of training and evaluated"),
+    "eval_before": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "evaluate before training too (default: yes locally, no on fireworks); "
         "--evaluation-tasks 0 evaluates neither before nor after",
-    )
-    group.add_argument(
-        "--resume-from",
-        metavar="RUN|CHECKPOINT",
-        help="a run's folder, to go on with that run, or the path of a training "
-        "checkpoint (…/state-0005), to begin a new run from it",
-    )
+    },
+    "resume_from": _text(
+        "RUN|CHECKPOINT",
+        "a run's folder, to go on with that run, or the path of a training checkpoint "
+        "(…/state-0005), to begin a new run from it",
+    ),
+    "debug_samples": _whole("replies without a reward to print (default: none)"),
+}
+
+_PLACE = ("backend", "model", "token_limit", "prices", "seed", "runs_dir", "run_dir")
+_TASKS = ("min_a", "max_a", "min_b", "max_b", "tasks_file", "env_path", "taskset")
+_TRAINING = (
+    "steps",
+    "tasks_per_step",
+    "group_size",
+    "max_tokens",
+    "learning_rate",
+    "loss_fn",
+    "require_update",
+    "fixed_tasks",
+    "checkpoint_every",
+    "kl_every",
+    "kl_coefficient",
+    "updates_per_batch",
+    "evaluation_tasks",
+    "eval_before",
+    "resume_from",
+)
+_EVALUATION = (
+    "resume_from",
+    "evaluation_tasks",
+    "max_tokens",
+    "debug_samples",
+    "steps",
+    "tasks_per_step",
+)
+_ALIASES = {"evaluation_tasks": ("--eval-tasks",)}
 
 
-def _add_evaluation(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the evaluation")
-    group.add_argument(
-        "--resume-from",
-        metavar="RUN|CHECKPOINT",
-        help="what to evaluate: where a run stands, on the tasks that it held out, or "
-        "a training checkpoint (default: the base model). With other tasks, those "
-        "that the run was trained on are left out",
-    )
-    _add_held_out(group)
-    _add_length(group)
-    group.add_argument(
-        "--debug-samples",
-        type=int,
-        metavar="N",
-        help="replies without a reward to print (default: none)",
-    )
-    group.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="as given to train, like the next: the three numbers decide which tasks "
-        "are held out",
-    )
-    group.add_argument("--tasks-per-step", type=int, metavar="N", help="as for train")
+def _add_flags(
+    parser: argparse.ArgumentParser, title: str, names: Sequence[str], **said: str
+) -> None:
+    """Add the flags that all commands with tasks share, then a command's own.
+
+    Args:
+        parser: The command's.
+        title: Of the group of its own flags.
+        names: These flags, in order.
+        said: What the help says of a flag in place of :data:`_FLAGS`.
+    """
+    for heading, group in (
+        ("where it runs", _PLACE),
+        ("which tasks", _TASKS),
+        (title, names),
+    ):
+        flags = parser.add_argument_group(heading)
+        for name in group:
+            how = {**_FLAGS[name], "help": said.get(name, _FLAGS[name]["help"])}
+            flags.add_argument(flag(name), *_ALIASES.get(name, ()), **how)

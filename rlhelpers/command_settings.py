@@ -41,7 +41,7 @@ RUN_SETTINGS = (
     "group_size",
     "fixed_tasks",
 )
-#: Settings of a notebook's run that its resume.json keeps.
+#: Settings of the training itself, called as in ``TrainConfig``.
 _TRAINING = (
     "steps",
     "tasks_per_step",
@@ -109,12 +109,13 @@ class Settings:
             ValueError: Every value that is wrong, and what to give instead.
         """
         values = {name.upper(): value for name, value in vars(self).items()}
+        operand = whole_number(0)
         check_parameters(
             values,
-            MIN_A=whole_number(0),
-            MAX_A=whole_number(0),
-            MIN_B=whole_number(0),
-            MAX_B=whole_number(0),
+            MIN_A=operand,
+            MAX_A=operand,
+            MIN_B=operand,
+            MAX_B=operand,
             EVALUATION_TASKS=whole_number(least_evaluation_tasks),
             CHECKPOINT_EVERY=whole_number(1),
             DEBUG_SAMPLES=whole_number(0),
@@ -151,21 +152,9 @@ class Settings:
 
     def train_config(self) -> TrainConfig:
         """The settings of the training itself."""
-        return TrainConfig.from_preset(
-            self.preset,
-            steps=self.steps,
-            tasks_per_step=self.tasks_per_step,
-            group_size=self.group_size,
-            max_tokens=self.max_tokens,
-            learning_rate=self.learning_rate,
-            loss_fn=self.loss_fn,
-            checkpoint_every=self.checkpoint_every,
-            kl_every=self.kl_every,
-            kl_coefficient=self.kl_coefficient,
-            updates_per_batch=self.updates_per_batch,
-            require_update=self.require_update,
-            seed=self.seed,
-        )
+        names = (*_TRAINING, "require_update", "seed")
+        given = {name: getattr(self, name) for name in names}
+        return TrainConfig.from_preset(self.preset, **given)
 
     def save(self, run_dir: Path) -> None:
         """Keep these settings in the run's folder."""

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 from fireworks.training.sdk import FireworksClient
@@ -57,13 +57,13 @@ from rlhelpers.refusals import ServiceRefused
 from rlhelpers.runs import FULL_RUN
 from rlhelpers.sampling import PolicySampler, SamplingSettings
 from rlhelpers.service import TrainingSession, connect
+from rlhelpers.tables import plain_text
 from rlhelpers.tasks import (
+    LoadedTasks,
     TaskPool,
+    draw_sides,
     load_tasks,
-    make_taskset,
-    operand_pairs,
     split_taskset,
-    training_pairs,
 )
 from rlhelpers.training import NoUpdate, StepResult, TrainConfig, train
 from rlhelpers.usage import TokenLimitReached
@@ -128,11 +128,7 @@ def draw_tasks(settings: Settings, config: TrainConfig) -> Tasks:
     """
     held_out = settings.held_out
     if settings.own_tasks:
-        loaded = load_tasks(
-            tasks_file=settings.tasks_file,
-            env_path=settings.env_path,
-            taskset=settings.taskset,
-        )
+        loaded = _own_tasks(settings)
         needed = config.tasks_per_step + held_out
         if len(loaded.taskset) < needed:
             raise ValueError(
@@ -143,28 +139,22 @@ def draw_tasks(settings: Settings, config: TrainConfig) -> Tasks:
             )
         sides = split_taskset(loaded.taskset, held_out=held_out, seed=settings.seed)
         return Tasks(list(sides[0]), list(sides[1]), loaded.runtime)
-    ranges = _ranges(settings)
-    count = training_pairs(
-        settings.drawn_for or config.steps,
-        config.tasks_per_step,
-        held_out,
-        operand_pairs(**ranges).size,
+    sides = draw_sides(
+        *settings.operands,
+        steps=settings.drawn_for or config.steps,
+        tasks_per_step=config.tasks_per_step,
+        held_out=held_out,
+        seed=settings.seed,
     )
-    tasks = make_taskset(count + held_out, **ranges, seed=settings.seed)
-    sides = split_taskset(tasks, train=count, held_out=held_out, seed=settings.seed)
     return Tasks(list(sides[0]), list(sides[1]), None)
 
 
-class _Ranges(TypedDict):
-    min_a: int
-    max_a: int
-    min_b: int
-    max_b: int
-
-
-def _ranges(settings: Settings) -> _Ranges:
-    (min_a, max_a), (min_b, max_b) = settings.operands
-    return {"min_a": min_a, "max_a": max_a, "min_b": min_b, "max_b": max_b}
+def _own_tasks(settings: Settings) -> LoadedTasks:
+    return load_tasks(
+        tasks_file=settings.tasks_file,
+        env_path=settings.env_path,
+        taskset=settings.taskset,
+    )
 
 
 def _connect(
@@ -222,13 +212,8 @@ def check_command(settings: Settings, samples: str | None) -> bool:
             "check is for tasks of your own: give TASKS_FILE with ENV_PATH, or TASKSET"
         )
     config, preset = settings.train_config(), settings.preset
-    loaded = load_tasks(
-        tasks_file=settings.tasks_file,
-        env_path=settings.env_path,
-        taskset=settings.taskset,
-    )
     checking = check_tasks(
-        loaded,
+        _own_tasks(settings),
         tasks_per_step=config.tasks_per_step,
         held_out=settings.held_out,
         calibration=CALIBRATION[0],
@@ -654,44 +639,3 @@ def _print_samples(records: Sequence[RolloutRecord]) -> None:
 def _report_usage(session: TrainingSession) -> None:
     if session.preset.backend == "local":  # elsewhere the session says so as it closes
         _say(f"\n{session.usage_report}")
-
-
-def plain_text(markdown: str) -> str:
-    """Our Markdown for a terminal: tables in columns, no asterisks.
-
-    >>> print(plain_text("**Fine.**\\n\\n| x | y |\\n|---|---:|\\n| ab | 1 |"))
-    Fine.
-    <BLANKLINE>
-    x   y
-    ab  1
-    """
-    lines = markdown.replace("**", "").split("\n")
-    cells = {
-        number: [cell.strip() for cell in line.strip("|").split("|")]
-        for number, line in enumerate(lines)
-        if line.startswith("|")
-    }
-    out: list[str] = []
-    table: list[list[str]] = []
-    for number, line in enumerate([*lines, ""]):
-        if number in cells:
-            table.append(cells[number])
-            continue
-        out += _columns(table)
-        table = []
-        out.append(line)
-    return "\n".join(out[:-1])
-
-
-def _columns(table: list[list[str]]) -> list[str]:
-    rows = [row for row in table if not all(set(cell) <= set(":-") for cell in row)]
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -16,14 +16,14 @@ at least 2, or None for the preset's value; write it without quotes
 from __future__ import annotations
 
 import ast
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from rlhelpers.checkpoints import CheckpointError, check_label
+from rlhelpers.checkpoints import check_label
 from rlhelpers.models import BACKENDS, ModelPreset, resolve_preset
+from rlhelpers.preflight import check_prices
 
 #: Takes a value; returns what it must be, or None if it can work.
 Rule = Callable[[Any], str | None]
@@ -38,21 +38,21 @@ class ParameterError(ValueError):
     """A parameter that the notebook does not have, or a value that cannot work."""
 
 
+def _rule(holds: Callable[[Any], bool], words: str, *, or_none: bool = False) -> Rule:
+    """A rule: ``holds`` is true of the value, or it is None where that is allowed."""
+    return lambda value: None if (or_none and value is None) or holds(value) else words
+
+
 def whole_number(least: int, *, or_none: bool = True) -> Rule:
     """A rule: an integer of at least ``least``, or None where that has a meaning."""
-    words = f"must be a whole number of at least {least}" + _none_words(or_none)
-
-    def rule(value: Any) -> str | None:
-        if value is None and or_none:
-            return None
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return None if whole and value >= least else words
-
-    return rule
-
-
-def _none_words(or_none: bool) -> str:
-    return ", or None for the preset's value" if or_none else ""
+    return _rule(
+        lambda value: (
+            isinstance(value, int) and not isinstance(value, bool) and value >= least
+        ),
+        f"must be a whole number of at least {least}"
+        + (", or None for the preset's value" if or_none else ""),
+        or_none=or_none,
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -60,57 +60,26 @@ def _is_number(value: Any) -> bool:
     return number and math.isfinite(value)
 
 
-def above_zero(value: Any) -> str | None:
-    """A rule: a number above 0."""
-    return None if _is_number(value) and value > 0 else "must be a number above 0"
+def _passes(check: Callable[[Any], object], value: Any) -> bool:
+    """Whether a function that refuses bad values with an error takes this one."""
+    try:
+        check(value)
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
-def _learning_rate(value: Any) -> str | None:
-    if value is None or (_is_number(value) and value > 0):
-        return None
-    return "must be a number above 0, such as 6e-4, or None for the preset's value"
-
-
-def _coefficient(value: Any) -> str | None:
-    if value is None or (_is_number(value) and value >= 0):
-        return None
-    return "must be a number of at least 0, such as 0.1; 0 is off"
-
-
-def _backend(value: Any) -> str | None:
-    if value in BACKENDS:
-        return None
-    return f"must be one of {', '.join(map(repr, BACKENDS))}"
-
-
-def _folder(value: Any) -> str | None:
-    return None if isinstance(value, str) and value.strip() else "must name a folder"
-
-
-def _model_id(value: Any) -> str | None:
-    if value is None:
-        return None
-    with contextlib.suppress(CheckpointError):
-        if isinstance(value, str) and check_label(value):
-            return None
-    return "must be lower-case letters, digits and hyphens, as in 'my-model', or None"
-
-
-def _prices(value: Any) -> str | None:
-    if value is None:
-        return None
-    three = isinstance(value, list | tuple) and len(value) == 3
-    if three and all(_is_number(price) and price >= 0 for price in value):
-        return None
-    return (
-        "must be three prices, dollars per million prefill, sampled and trained "
-        "tokens, such as [1.5, 4, 6], or None"
-    )
-
+#: A rule: a number above 0.
+above_zero: Rule = _rule(
+    lambda value: _is_number(value) and value > 0, "must be a number above 0"
+)
 
 #: What the parameters that several notebooks share may be.
 RULES: Mapping[str, Rule] = {
-    "BACKEND": _backend,
+    "BACKEND": _rule(
+        lambda value: value in BACKENDS,
+        f"must be one of {', '.join(map(repr, BACKENDS))}",
+    ),
     "SEED": whole_number(0, or_none=False),
     "MIN_OPERAND": whole_number(0),
     "MAX_OPERAND": whole_number(1),
@@ -119,16 +88,36 @@ RULES: Mapping[str, Rule] = {
     "TASKS_PER_STEP": whole_number(1),
     "GROUP_SIZE": whole_number(2),
     "MAX_TOKENS": whole_number(1),
-    "LEARNING_RATE": _learning_rate,
+    "LEARNING_RATE": _rule(
+        lambda value: _is_number(value) and value > 0,
+        "must be a number above 0, such as 6e-4, or None for the preset's value",
+        or_none=True,
+    ),
     "EVALUATION_TASKS": whole_number(1),
     "KL_EVERY": whole_number(0),
-    "KL_COEFFICIENT": _coefficient,
+    "KL_COEFFICIENT": _rule(
+        lambda value: _is_number(value) and value >= 0,
+        "must be a number of at least 0, such as 0.1; 0 is off",
+        or_none=True,
+    ),
     "UPDATES_PER_BATCH": whole_number(1),
     "INTERRUPT_AFTER": whole_number(1, or_none=False),
-    "PROMOTED_NAME": _model_id,
+    "PROMOTED_NAME": _rule(
+        lambda value: _passes(check_label, value),
+        "must be lower-case letters, digits and hyphens, as in 'my-model', or None",
+        or_none=True,
+    ),
     "TOKEN_LIMIT": whole_number(1),
-    "PRICES": _prices,
-    "RUNS_DIR": _folder,
+    "PRICES": _rule(
+        lambda value: _passes(check_prices, value),
+        "must be three prices, dollars per million prefill, sampled and trained "
+        "tokens, such as [1.5, 4, 6], or None",
+        or_none=True,
+    ),
+    "RUNS_DIR": _rule(
+        lambda value: isinstance(value, str) and bool(value.strip()),
+        "must name a folder",
+    ),
 }
 
 

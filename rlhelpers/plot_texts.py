@@ -60,7 +60,7 @@ def learning_curve_text(
     ]
     if held_out:
         shares = (f"{share:.1%} after {step} steps" for step, share in held_out.items())
-        parts.append(f"Held-out accuracy, greedy: {_listed(shares)}.")
+        parts.append(f"Held-out accuracy, greedy: {'; '.join(shares)}.")
     return " ".join(parts)
 
 
@@ -71,7 +71,7 @@ def checkpoints_text(
     shown = (f"step {step}: {_share(s)}" for step, s in sorted(evaluations.items()))
     return (
         "Held-out accuracy along a run, greedy, with 95 % intervals: "
-        f"{_listed(shown)}. Mean training reward {_from_to(metrics)}."
+        f"{'; '.join(shown)}. Mean training reward {_from_to(metrics)}."
     )
 
 
@@ -92,7 +92,7 @@ def dashboard_text(metrics: Sequence[StepMetrics]) -> str:
             f"to {getattr(last, outcome) / last.valid_rollouts:.0%}"
             for outcome in OUTCOMES
         ]
-    return f"Panels over {_steps(metrics)}, first step to last: {_listed(shown)}."
+    return f"Panels over {_steps(metrics)}, first step to last: {'; '.join(shown)}."
 
 
 def have_outcomes(metrics: Sequence[StepMetrics]) -> bool:
@@ -109,7 +109,7 @@ def outcomes_text(before: Iterable[Rollout], after: Iterable[Rollout]) -> str:
     ]
     return (
         f"Bars: outcomes of {old.n} replies before and {new.n} after training: "
-        f"{_listed(shown)}. The last overlaps the others."
+        f"{'; '.join(shown)}. The last overlaps the others."
     )
 
 
@@ -129,7 +129,7 @@ def token_lengths_text(
             f"{side} {len(lengths)} replies, mean {fmean(lengths):.1f}, median "
             f"{median(lengths):g}, longest {max(lengths)}, {cut} at the limit"
         )
-    return f"Reply lengths in tokens, limit {limit}: {_listed(shown)}."
+    return f"Reply lengths in tokens, limit {limit}: {'; '.join(shown)}."
 
 
 def advantages_text(rewards: Sequence[float], advantages: Sequence[float]) -> str:
@@ -140,7 +140,7 @@ def advantages_text(rewards: Sequence[float], advantages: Sequence[float]) -> st
     )
     return (
         f"Bars: one group of {len(rewards)} rollouts with mean reward "
-        f"{fmean(rewards):.2f} and its advantages: {_listed(shown)}."
+        f"{fmean(rewards):.2f} and its advantages: {'; '.join(shown)}."
     )
 
 
@@ -149,17 +149,14 @@ def calibration_bars_text(records: Iterable[Rollout]) -> str:
     shown = []
     for task, rollouts in records_by_task(records).items():
         summary = summarize_outcomes(rollouts)
-        text = _listed(
-            (
-                f"{getattr(summary, key)} {LABELS[key]}"
-                for key in OUTCOMES
-                if getattr(summary, key)
-            ),
-            between=", ",
+        text = ", ".join(
+            f"{getattr(summary, key)} {LABELS[key]}"
+            for key in OUTCOMES
+            if getattr(summary, key)
         )
         cut = f" ({summary.token_limit} cut off)" if summary.token_limit else ""
         shown.append(f"{task}: {text}{cut}")
-    return f"One bar per task, {len(shown)} tasks: {_listed(shown)}."
+    return f"One bar per task, {len(shown)} tasks: {'; '.join(shown)}."
 
 
 def group_rewards_text(records: Iterable[Rollout]) -> str:
@@ -172,7 +169,7 @@ def group_rewards_text(records: Iterable[Rollout]) -> str:
             f"{task}: {min(rewards):.2f} to {max(rewards):.2f}, mean "
             f"{fmean(rewards):.2f}" + (f" ({cut} cut off)" if cut else "")
         )
-    return f"Rewards of each task's rollouts, {len(shown)} tasks: {_listed(shown)}."
+    return f"Rewards of each task's rollouts, {len(shown)} tasks: {'; '.join(shown)}."
 
 
 def rewards_text(comparison: RewardComparison) -> str:
@@ -187,7 +184,7 @@ def rewards_text(comparison: RewardComparison) -> str:
     )
     return (
         f"Two histograms of the rewards of {len(comparison.tasks)} held-out tasks: "
-        f"{_listed(shown)}."
+        f"{'; '.join(shown)}."
     )
 
 
@@ -198,12 +195,12 @@ def group_signal_text(group_sizes: Sequence[int]) -> str:
         shares = (f"{expected_flat_share(p, size):.0%}" for size in group_sizes)
         shown.append(
             f"at p = {p} the spread is {(p * (1 - p)) ** 0.5:.2f} and "
-            f"{_listed(shares, between=', ')} of groups are flat"
+            f"{', '.join(shares)} of groups are flat"
         )
-    sizes = _listed((str(size) for size in group_sizes), between=", ")
+    sizes = ", ".join(str(size) for size in group_sizes)
     return (
         "Two curves over the chance p that a rollout is right, for groups of "
-        f"{sizes}: {_listed(shown)}. Both are symmetric around 0.5; at 0 and 1 the "
+        f"{sizes}: {'; '.join(shown)}. Both are symmetric around 0.5; at 0 and 1 the "
         "spread is 0 and every group is flat."
     )
 
@@ -217,11 +214,11 @@ def range_heatmap_text(cells: Mapping[tuple[Range, Range], GroupSummary]) -> str
             for key in sorted(cells)
             if key[0] == a
         )
-        rows.append(f"a {_range(a)}: {_listed(shown, between=', ')}")
-    columns = _listed((_range(b) for b in sorted({b for _, b in cells})), between=", ")
+        rows.append(f"a {_range(a)}: {', '.join(shown)}")
+    columns = ", ".join(_range(b) for b in sorted({b for _, b in cells}))
     return (
         "Two heat maps: mean reward and, in brackets, within-group spread, for b in "
-        f"{columns}. {_listed(rows)}."
+        f"{columns}. {'; '.join(rows)}."
     )
 
 
@@ -249,7 +246,7 @@ def range_left_text(players: Mapping[str, Sequence[float]]) -> str:
         f"{name}: " + ", ".join(f"{value:.1f}" for value in left)
         for name, left in players.items()
     ]
-    return f"Lines: mean numbers left after 0, 1, … guesses. {_listed(shown)}."
+    return f"Lines: mean numbers left after 0, 1, … guesses. {'; '.join(shown)}."
 
 
 def logprob_changes_text(
@@ -264,7 +261,7 @@ def logprob_changes_text(
     total = sum(len(values) for values in changes)
     return (
         f"Dots: change of log-probability of {total:,} tokens by one update, in nats. "
-        f"{_listed(shown)}."
+        f"{'; '.join(shown)}."
     )
 
 
@@ -291,7 +288,7 @@ def repeated_updates_text(histories: Mapping[str, Sequence[TrainedTokens]]) -> s
             f"{len(history[-1].ratios):,} tokens outside the bounds, ratio "
             f"{low:.3g} at the 1st and {high:.3g} at the 99th percentile"
         )
-    return f"Lines: several updates on one batch. {_listed(shown)}."
+    return f"Lines: several updates on one batch. {'; '.join(shown)}."
 
 
 def runs_text(
@@ -306,7 +303,7 @@ def runs_text(
                 f"{getattr(row, outcome) / row.valid_rollouts:.0%}"
                 for row in (rows[0], rows[-1])
             )
-            words += f"; {label} {_listed(ends, between=' to ')}"
+            words += f"; {label} {' to '.join(ends)}"
         _, kl = _ends([row.kl for row in rows])
         if kl is not None:
             words += f"; KL to the base {kl:.3f} nats per token at last"
@@ -335,12 +332,12 @@ def transitions_text(transitions: Mapping[tuple[str, str], int]) -> str:
         moved = {new: transitions.get((old, new), 0) for new in CAUSES}
         if total := sum(moved.values()):
             shown = (f"{n} to {LABELS[new]}" for new, n in moved.items() if n)
-            rows.append(f"{LABELS[old]} {total}: {_listed(shown, between=', ')}")
+            rows.append(f"{LABELS[old]} {total}: {', '.join(shown)}")
     fixed = sum(transitions.get((old, "correct"), 0) for old in CAUSES[1:])
     lost = sum(transitions.get(("correct", new), 0) for new in CAUSES[1:])
     return (
         f"Table of {sum(transitions.values())} tasks, before to after training. "
-        f"{_listed(rows)}. Fixed {fixed}, regressed {lost}."
+        f"{'; '.join(rows)}. Fixed {fixed}, regressed {lost}."
     )
 
 
@@ -355,11 +352,8 @@ def tokens_by_cause_text(sides: Mapping[str, Sequence[Rollout]]) -> str:
             for cause in CAUSES
             if tokens[cause]
         )
-        shown.append(
-            f"{side} {total:,} in {len(rollouts)} replies: "
-            f"{_listed(parts, between=', ')}"
-        )
-    return f"Bars: output tokens by cause. {_listed(shown)}."
+        shown.append(f"{side} {total:,} in {len(rollouts)} replies: {', '.join(parts)}")
+    return f"Bars: output tokens by cause. {'; '.join(shown)}."
 
 
 def accuracy_by_range_text(
@@ -371,7 +365,7 @@ def accuracy_by_range_text(
         f"{_share(c.after)} after"
         for name, c in comparisons.items()
     )
-    return f"Accuracy by operand range with 95 % intervals: {_listed(shown)}."
+    return f"Accuracy by operand range with 95 % intervals: {'; '.join(shown)}."
 
 
 def reward_and_truth_text(
@@ -393,16 +387,12 @@ def reward_and_truth_text(
             shares = (
                 f"{share:.1%} after {step} steps" for step, share in points.items()
             )
-            words += f"; held-out accuracy, greedy, {_listed(shares, between=', ')}"
+            words += f"; held-out accuracy, greedy, {', '.join(shares)}"
         sentences.append(words + ".")
     return "Reward and truth. " + " ".join(sentences)
 
 
 # Pieces
-
-
-def _listed(parts: Iterable[str], *, between: str = "; ") -> str:
-    return between.join(parts)
 
 
 def _range(bounds: Range) -> str:

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from rlhelpers.arithmetic import PROMPT_TEMPLATE
 from rlhelpers.models import Backend, ModelPreset
 from rlhelpers.sampling import check_context, end_token_ids, render_prompt
+from rlhelpers.tables import markdown_table
 from rlhelpers.usage import PlannedWork
 
 if TYPE_CHECKING:
@@ -120,8 +121,7 @@ class Banner:
         return "\n".join(f"{label:<17}{value}" for label, value in self.rows())
 
     def _repr_markdown_(self) -> str:
-        rows = "\n".join(f"| {label} | {value} |" for label, value in self.rows())
-        return f"| | |\n|---|---|\n{rows}"
+        return markdown_table(["", ""], self.rows(), numbers=False)
 
 
 def setting(name: str) -> str:
@@ -293,7 +293,8 @@ def check_prices(prices: Sequence[float]) -> tuple[float, float, float]:
     numbers = [
         float(price)
         for price in (prices if isinstance(prices, list | tuple) else ())
-        if isinstance(price, int | float) and math.isfinite(price) and price >= 0
+        if isinstance(price, int | float) and not isinstance(price, bool)
+        if math.isfinite(price) and price >= 0
     ]
     if len(numbers) != 3:
         raise ValueError(

@@ -17,6 +17,7 @@ import logging
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from rlhelpers.calibration import summarize_groups
 from rlhelpers.metrics import RolloutRecord
 from rlhelpers.models import ModelPreset
 from rlhelpers.sampling import render_prompt
+from rlhelpers.tables import markdown_table
 from rlhelpers.tasks import LoadedTasks, content_key, split_taskset
 
 if TYPE_CHECKING:
@@ -61,11 +63,14 @@ class ReadinessCheck:
     seen: str
     remedy: str = ""
 
+    @property
+    def mark(self) -> str:
+        """How a table or a line shows whether it passed."""
+        return "✓" if self.passed else "✗"
+
     def __str__(self) -> str:
-        mark = "✓" if self.passed else "✗"
-        return f"{mark} {self.name}: {self.seen}" + (
-            f". {self.remedy}" if self.remedy else ""
-        )
+        remedy = f". {self.remedy}" if self.remedy else ""
+        return f"{self.mark} {self.name}: {self.seen}{remedy}"
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,6 @@ class Readiness:
         """Whether every check passed."""
         return all(check.passed for check in self.checks)
 
-    def and_also(self, *checks: ReadinessCheck) -> Readiness:
-        """The same with further checks, such as that of a calibration."""
-        return Readiness((*self.checks, *checks))
-
     def require(self) -> None:
         """Do nothing if every check passed.
 
@@ -95,17 +96,13 @@ class Readiness:
 
     def to_markdown(self) -> str:
         """The table in Markdown."""
-        rows = [
-            f"| {'✓' if check.passed else '✗'} | {check.name} | {check.seen} "
-            f"| {check.remedy} |"
-            for check in self.checks
-        ]
-        return "\n".join(
-            ["| | check | seen | what to do |", "|---|---|---|---|", *rows]
+        return markdown_table(
+            ["", "check", "seen", "what to do"],
+            [(c.mark, c.name, c.seen, c.remedy) for c in self.checks],
+            numbers=False,
         )
 
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
+    _repr_markdown_ = to_markdown
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.checks))
@@ -332,12 +329,11 @@ def check_one_turn(probes: Sequence[GradedReply]) -> ReadinessCheck:
     Args:
         probes: Each task, started once.
     """
-    name = "one turn, text only"
+    found = partial(ReadinessCheck, "one turn, text only")
     silent = [p for p in probes if not p.turns]
     if silent:
         first = silent[0]
-        return ReadinessCheck(
-            name,
+        return found(
             False,
             f"{len(silent)} of {len(probes)} tasks did not start, such as "
             f"{first.task} ({_short(first.error)})",
@@ -345,8 +341,7 @@ def check_one_turn(probes: Sequence[GradedReply]) -> ReadinessCheck:
         )
     for probe in probes:
         if probe.tools:
-            return ReadinessCheck(
-                name,
+            return found(
                 False,
                 f"{probe.task} offers {', '.join(probe.tools)}, which takes several "
                 "turns",
@@ -354,17 +349,16 @@ def check_one_turn(probes: Sequence[GradedReply]) -> ReadinessCheck:
                 "as EpisodeAgent",
             )
         if any(text is None for _, text in probe.turns):
-            return ReadinessCheck(
-                name,
+            return found(
                 False,
                 f"the prompt of {probe.task} holds more than text",
                 "Use an agent for such content, or put it into words",
             )
         if not any((text or "").strip() for _, text in probe.turns):
-            return ReadinessCheck(
-                name, False, f"the prompt of {probe.task} is empty", "Yield a prompt"
+            return found(
+                False, f"the prompt of {probe.task} is empty", "Yield a prompt"
             )
-    return ReadinessCheck(name, True, f"{len(probes)} tasks started, no tools")
+    return found(True, f"{len(probes)} tasks started, no tools")
 
 
 def check_count(
@@ -381,15 +375,14 @@ def check_count(
         f"a step takes {tasks_per_step}, calibration {calibration}, and {held_out} are "
         "held out"
     )
+    found = partial(ReadinessCheck, "enough tasks")
     if different < needed:
-        return ReadinessCheck(
-            "enough tasks",
+        return found(
             False,
             f"{different} different tasks; {wanted}: together {needed}",
             f"Add {needed - different} tasks, or hold fewer out",
         )
-    return ReadinessCheck(
-        "enough tasks",
+    return found(
         True,
         f"{different} different tasks, {training} to train on: {wanted}; a task comes "
         f"again after {training // tasks_per_step} steps",
@@ -409,27 +402,25 @@ def check_sides(
         probes: Each of them, started once.
         held_out, seed: Of the split.
     """
-    name = "sides apart"
+    found = partial(ReadinessCheck, "sides apart")
     try:
         training, held = split_taskset(taskset, held_out=held_out, seed=seed)
         again = split_taskset(taskset, held_out=held_out, seed=seed)
     except ValueError:
-        return ReadinessCheck(name, False, "too few tasks to split", "See enough tasks")
+        return found(False, "too few tasks to split", "See enough tasks")
     sides = [[task.slug for task in side] for side in (training, held)]
     repeats = sides == [[task.slug for task in side] for side in again]
     prompts = {probe.task: probe.turns for probe in probes if probe.turns}
     seen = {prompts.get(slug) for slug in sides[0]} - {None}
     leaks = [slug for slug in sides[1] if prompts.get(slug) in seen]
     if leaks:
-        return ReadinessCheck(
-            name,
+        return found(
             False,
             f"{len(leaks)} held-out prompts are trained on too, such as that of "
             f"{leaks[0]}",
             "Leave tasks out until every prompt differs",
         )
-    return ReadinessCheck(
-        name,
+    return found(
         repeats,
         f"{len(sides[0])} to train on, {len(sides[1])} held out, no prompt on both; "
         f"the same again with seed {seed}",
@@ -443,7 +434,7 @@ def check_prompts(
     max_tokens: int,
 ) -> ReadinessCheck:
     """The longest prompt and the longest reply fit the model's context."""
-    name = "prompts fit"
+    found = partial(ReadinessCheck, "prompts fit")
     lengths = {
         probe.task: len(
             render_prompt(
@@ -456,17 +447,17 @@ def check_prompts(
         if probe.turns
     }
     if not lengths:
-        return ReadinessCheck(name, False, "no prompt to measure", "See one turn")
+        return found(False, "no prompt to measure", "See one turn")
     slug = max(lengths, key=lambda task: lengths[task])
     seen = (
         f"longest prompt {lengths[slug]} tokens + reply {max_tokens}, context "
         f"{preset.context}"
     )
     if lengths[slug] + max_tokens > preset.context:
-        return ReadinessCheck(
-            name, False, f"{seen} ({slug})", "Shorten the prompt, or lower max_tokens"
+        return found(
+            False, f"{seen} ({slug})", "Shorten the prompt, or lower max_tokens"
         )
-    return ReadinessCheck(name, True, seen)
+    return found(True, seen)
 
 
 def check_grader(
@@ -482,13 +473,12 @@ def check_grader(
             of them, then all again.
         empty: An empty reply to every task.
     """
-    name = "grader as labelled"
+    found = partial(ReadinessCheck, "grader as labelled")
     if problem := _unfit_samples(samples, graded):
-        return ReadinessCheck(name, False, *problem)
+        return found(False, *problem)
     if failed := [g for g in (*empty, *graded) if g.error is not None]:
         first = failed[0]
-        return ReadinessCheck(
-            name,
+        return found(
             False,
             f"no reward for {first.reply!r:.40} to {first.task}: {_short(first.error)}",
             "A grader returns a finite number for every text, also an empty one",
@@ -497,8 +487,7 @@ def check_grader(
     first_time, second_time = rewards[: len(samples)], rewards[len(samples) :]
     for sample, paid in zip(samples, first_time, strict=True):
         if not sample.least - 1e-9 <= paid <= sample.most + 1e-9:
-            return ReadinessCheck(
-                name,
+            return found(
                 False,
                 f"{paid:.3g} for {sample.reply!r:.40} to {sample.task}; labelled "
                 f"{sample.least:g} to {sample.most:g}"
@@ -506,14 +495,12 @@ def check_grader(
                 "Correct the grader, or the label if people do not agree on it",
             )
     if first_time != second_time:
-        return ReadinessCheck(
-            name,
+        return found(
             False,
             "the same reply earned something else the second time",
             "Take chance and memory out of the grader",
         )
-    return ReadinessCheck(
-        name,
+    return found(
         True,
         f"{len(samples)} of {len(samples)} labelled replies, each graded twice; an "
         f"empty reply earns at most {max(g.reward or 0.0 for g in empty):g}",
@@ -557,8 +544,9 @@ def check_signal(records: Iterable[RolloutRecord]) -> ReadinessCheck:
         f"{groups.reward_mean:.2f}, within-group spread {groups.within_group_std:.2f}, "
         f"{cut} of {len(rollouts)} replies cut off"
     )
+    found = partial(ReadinessCheck, "calibration shows signal")
     if groups.kept:
-        return ReadinessCheck("calibration shows signal", True, seen)
+        return found(True, seen)
     rewards = {record.reward for record in rollouts}
     if 2 * cut >= len(rollouts):
         remedy = "Raise max_tokens, and calibrate again"
@@ -569,7 +557,7 @@ def check_signal(records: Iterable[RolloutRecord]) -> ReadinessCheck:
         )
     else:
         remedy = "Draw more tasks or larger groups: each task's replies earn the same"
-    return ReadinessCheck("calibration shows signal", False, seen, remedy)
+    return found(False, seen, remedy)
 
 
 def _short(text: str | None, width: int = 160) -> str:

@@ -24,6 +24,7 @@ from rlhelpers.advantages import (
 )
 from rlhelpers.analysis import LABELS, OUTCOMES
 from rlhelpers.metrics import RolloutRecord
+from rlhelpers.tables import markdown_table
 
 #: (reply, right answer) -> a number, or a HUD ``EvaluationResult`` with one.
 Grader = Callable[[Any, Any], Any]
@@ -237,12 +238,8 @@ class RewardTable:
         cells["not right, and pushed up"] = [
             f"{s.wrong_pushed_up} of {s.rollouts}" for s in summaries
         ]
-        rows = [
-            "| | " + " | ".join(self.columns) + " |",
-            "|---" + "|---:" * len(self.columns) + "|",
-        ]
-        rows += [f"| {name} | " + " | ".join(row) + " |" for name, row in cells.items()]
-        return "\n".join(rows)
+        return markdown_table(
+            ["", *self.columns], [[name, *row] for name, row in cells.items()]
+        )
 
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
+    _repr_markdown_ = to_markdown

@@ -7,7 +7,6 @@ Notebook 04 leaves a run in the runs folder; the notebooks after it read it back
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,11 +27,10 @@ from rlhelpers.metrics import (
 from rlhelpers.recording import Place
 from rlhelpers.sampling import SamplingSettings
 from rlhelpers.tasks import (
+    draw_sides,
     make_taskset,
     multiplication_task,
     operand_pairs,
-    split_taskset,
-    training_pairs,
 )
 from rlhelpers.training import TrainConfig, train
 
@@ -196,11 +194,14 @@ async def short_run(
     """
     preset = session.preset
     config = config or TrainConfig.from_preset(preset, steps=steps, seed=seed)
-    training, held_out = _tasks(
-        operands or preset.operands,
-        config,
-        evaluation_tasks or preset.evaluation_tasks,
-        seed,
+    operands = operands or preset.operands
+    training, held_out = draw_sides(
+        operands,
+        operands,
+        steps=config.steps,
+        tasks_per_step=config.tasks_per_step,
+        held_out=evaluation_tasks or preset.evaluation_tasks,
+        seed=seed,
     )
     run_dir = session.new_run_dir(SHORT_RUN)
     greedy = SamplingSettings.greedy(config.max_tokens)
@@ -228,19 +229,6 @@ async def short_run(
     if run is None:
         raise RuntimeError(f"{run_dir} was not written completely; make the run again")
     return run
-
-
-def _tasks(
-    operands: tuple[int, int], config: TrainConfig, held_out: int, seed: int
-) -> tuple[Sequence[Task], Sequence[Task]]:
-    low, high = operands
-    pairs = operand_pairs(min_a=low, max_a=high, min_b=low, max_b=high).size
-    count = training_pairs(config.steps, config.tasks_per_step, held_out, pairs)
-    tasks = make_taskset(
-        count + held_out, min_a=low, max_a=high, min_b=low, max_b=high, seed=seed
-    )
-    training, held = split_taskset(tasks, train=count, held_out=held_out, seed=seed)
-    return list(training), list(held)
 
 
 # Other tasks for the same policy
@@ -282,16 +270,10 @@ def unseen_tasks(
     """
     low, high = operands
     trained = run.trained_pairs
+    there_are = operand_pairs(min_a=low, max_a=high, min_b=low, max_b=high).size
+    enough = min(there_are, count + len(trained))
     drawn = make_taskset(
-        min(
-            operand_pairs(min_a=low, max_a=high, min_b=low, max_b=high).size,
-            count + len(trained),
-        ),
-        min_a=low,
-        max_a=high,
-        min_b=low,
-        max_b=high,
-        seed=seed,
+        enough, min_a=low, max_a=high, min_b=low, max_b=high, seed=seed
     )
     unseen = [
         task for task in drawn if _pair(task.args["a"], task.args["b"]) not in trained

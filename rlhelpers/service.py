@@ -11,7 +11,6 @@ Example:
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import logging
@@ -19,6 +18,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -30,7 +30,7 @@ from fireworks.training.sdk import (
     FireworksClient,
     FixedConcurrencyController,
 )
-from hud.eval.runtime import LocalRuntime, Shared
+from hud.eval.runtime import LocalRuntime
 
 from rlhelpers.agreement import check_agreement
 from rlhelpers.arithmetic import env, graded_environment, multiply
@@ -51,6 +51,7 @@ from rlhelpers.models import (
     resolve_preset,
 )
 from rlhelpers.open_sessions import OpenSession, SessionNotes, stale_notice
+from rlhelpers.places import Places
 from rlhelpers.preflight import (
     LOOPBACK,
     Banner,
@@ -71,32 +72,18 @@ from rlhelpers.usage import TokenUsage, UsageReport
 from rlhelpers.waits import Waits, deafen, listen
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
-
     from fireworks.training.sdk import Datum
-    from hud.eval.runtime import Provider, Runtime
+    from hud.eval.runtime import Provider, Shared
     from hud.eval.task import Task
     from transformers import PreTrainedTokenizerBase
 
     from rlhelpers.local import LocalService
 
-# Said by the SDK on paths that are right for us, so a reader need not see them.
-_HARMLESS = ("base_model is ignored for serverless base-only sampling",)
+# Said by the SDK on a path that is right for us, so a reader need not see it.
+_HARMLESS = "base_model is ignored for serverless base-only sampling"
 
 
-class _Places:
-    """Where tasks run: each in the environment that it names, else in the default."""
-
-    def __init__(self, default: Provider) -> None:
-        self.default = default
-        self.others: dict[str, Provider] = {}
-        # HUD reads it off a placement that has one.
-        self.runtime_config = getattr(default, "runtime_config", None)
-
-    def __call__(self, task: Task) -> AbstractAsyncContextManager[Runtime]:
-        return self.others.get(task.env, self.default)(task)
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class TrainingSession:
     """An open connection: one base model, its adapter, samplers and counters.
 
@@ -114,50 +101,32 @@ class TrainingSession:
         waits: Tells what the session waits for at the service.
     """
 
-    def __init__(
-        self,
-        *,
-        preset: ModelPreset,
-        tokenizer: PreTrainedTokenizerBase,
-        open_service: Callable[[], FiretitanServiceClient],
-        open_control_plane: Callable[[], FireworksClient],
-        local_service: LocalService | None,
-        usage: TokenUsage,
-        banner: Banner,
-        runs_dir: Path,
-        seed: int,
-        task_runtime: Provider,
-        agent_type: type[PolicyAgent],
-        keep_session: bool,
-        waits: Waits,
-        notes: SessionNotes | None,
-        quiet: bool,
-    ) -> None:
-        self.preset = preset
-        self.tokenizer = tokenizer
-        self.usage = usage
-        self.banner = banner
-        self.runs_dir = runs_dir
-        self.seed = seed
-        self.agent_type = agent_type
-        self.closed = False
-        #: Optimizer steps taken by the current adapter in this session.
-        self.updates = 0
-        self._open_service = open_service
-        self._open_control_plane = open_control_plane
-        self._local_service = local_service
-        self._places = _Places(task_runtime)
-        self._keep_session = keep_session
-        self.waits = waits
-        self._notes = notes
-        self._quiet = quiet
-        self._service: FiretitanServiceClient | None = None
-        self._training_client: FiretitanTrainingClient | None = None
-        self._reference: FiretitanTrainingClient | None = None
-        self._samplers: list[PolicySampler] = []
-        self._runtimes: dict[asyncio.AbstractEventLoop, Shared] = {}
-        self._names: set[str] = set()
-        self._snapshots: set[str] = set()
+    preset: ModelPreset
+    tokenizer: PreTrainedTokenizerBase
+    usage: TokenUsage
+    banner: Banner
+    runs_dir: Path
+    seed: int
+    agent_type: type[PolicyAgent]
+    waits: Waits
+    closed: bool = field(default=False, init=False)
+    #: Optimizer steps taken by the current adapter in this session.
+    updates: int = field(default=0, init=False)
+    _open_service: Callable[[], FiretitanServiceClient]
+    _open_control_plane: Callable[[], FireworksClient]
+    _local_service: LocalService | None
+    _places: Places
+    _keep_session: bool
+    _notes: SessionNotes | None
+    _quiet: bool
+    _service: FiretitanServiceClient | None = field(default=None, init=False)
+    _training_client: FiretitanTrainingClient | None = field(default=None, init=False)
+    _reference: FiretitanTrainingClient | None = field(default=None, init=False)
+    _samplers: list[PolicySampler] = field(default_factory=list, init=False)
+    _names: set[str] = field(default_factory=set, init=False)
+    _snapshots: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
         self._begin()
 
     def __repr__(self) -> str:
@@ -470,18 +439,8 @@ class TrainingSession:
     # -- HUD ----------------------------------------------------------------------
 
     async def runtime(self) -> Shared:
-        """Where HUD runs the tasks: the environment served once in this process.
-
-        One placement per event loop, kept open for the session, because booting one
-        for every rollout costs more than the rollout's own bookkeeping.
-        """
-        loop = asyncio.get_running_loop()
-        for known in [known for known in self._runtimes if known.is_closed()]:
-            del self._runtimes[known]
-        if loop not in self._runtimes:
-            shared = Shared(self._places, width=self.preset.max_concurrent)
-            self._runtimes[loop] = await shared.__aenter__()
-        return self._runtimes[loop]
+        """Where HUD runs the tasks, served in this process until the session ends."""
+        return await self._places.served()
 
     def graded_by(self, tasks: Iterable[Task], grader: Grader) -> list[Task]:
         """The same multiplication tasks, to be graded by a function of your own.
@@ -506,7 +465,7 @@ class TrainingSession:
         """
         # A new name each time: a cell that is run again has a new grader, and HUD
         # would go on with the environment that it serves under the old name.
-        name = f"{env.name}-{grader_name(grader)}-{len(self._places.others) + 1}"
+        name = f"{env.name}-{grader_name(grader)}-{len(self._places)}"
         environment = graded_environment(grader, name=name)
         regraded = []
         for task in tasks:
@@ -519,7 +478,7 @@ class TrainingSession:
             copy = environment.templates[multiply.id](**task.args)
             copy.slug = task.slug
             regraded.append(copy)
-        self._places.others[name] = LocalRuntime(environment)
+        self._places.add(environment)
         return regraded
 
     def new_run_dir(self, label: str) -> Path:
@@ -537,7 +496,7 @@ class TrainingSession:
             return
         self.closed = True
         self._close_samplers()
-        self._release_runtimes()
+        self._places.release()
         # Our own local service ends with us. Elsewhere an open session would hold a
         # slot of the account's run quota until it expires.
         own = self._local_service is not None
@@ -570,17 +529,6 @@ class TrainingSession:
         except Exception as error:
             warnings.warn(f"service client not closed cleanly: {error}", stacklevel=3)
 
-    def _release_runtimes(self) -> None:
-        for loop, shared in self._runtimes.items():
-            if loop.is_closed():
-                continue
-            leave = shared.__aexit__(None, None, None)
-            try:
-                loop.call_soon_threadsafe(_start, leave)
-            except RuntimeError:  # the loop closed meanwhile, and took the server along
-                leave.close()
-        self._runtimes.clear()
-
 
 def _counted(
     client: FiretitanTrainingClient, usage: TokenUsage
@@ -609,29 +557,13 @@ def _tokens(data: Sequence[Datum]) -> int:
     return sum(datum.model_input.length for datum in data)
 
 
-_TASKS: set[asyncio.Task[None]] = set()
-
-
-def _start(coroutine: Any) -> None:
-    """Run a coroutine on the current loop and keep it referenced until it ends."""
-    task = asyncio.get_running_loop().create_task(coroutine)
-    _TASKS.add(task)
-    task.add_done_callback(_TASKS.discard)
-
-
-class _DropHarmless(logging.Filter):
-    """Drops log records that describe what we do on purpose."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        return not any(text in message for text in _HARMLESS)
-
-
-_FILTER = _DropHarmless()
+def _worth_showing(record: logging.LogRecord) -> bool:
+    """Not a log record that describes what we do on purpose."""
+    return _HARMLESS not in record.getMessage()
 
 
 def _quiet_sdk() -> None:
-    logging.getLogger("fireworks.training.sdk.client").addFilter(_FILTER)
+    logging.getLogger("fireworks.training.sdk.client").addFilter(_worth_showing)
     # A failed rollout is raised as RolloutFailed with its cause; HUD would also log
     # it once per rollout.
     logging.getLogger("hud.eval.run").setLevel(logging.ERROR)
@@ -653,22 +585,20 @@ def keep_spans_in(run_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def _sdk_telemetry(*, on: bool) -> Iterator[None]:
-    """Switch the SDK's telemetry off while a client is made, unless ``on``.
+def _without_telemetry() -> Iterator[None]:
+    """Switch the SDK's telemetry off while a client is made.
 
     A local service has no use for it, and closing a client soon after opening it can
     wait ten seconds for the first batch.
     """
     before = os.environ.get("TINKER_TELEMETRY")
-    if not on:
-        os.environ["TINKER_TELEMETRY"] = "0"
+    os.environ["TINKER_TELEMETRY"] = "0"
     try:
         yield
     finally:
-        if not on:
-            os.environ.pop("TINKER_TELEMETRY")
-            if before is not None:
-                os.environ["TINKER_TELEMETRY"] = before
+        del os.environ["TINKER_TELEMETRY"]
+        if before is not None:
+            os.environ["TINKER_TELEMETRY"] = before
 
 
 def _keep_loopback_direct() -> None:
@@ -835,7 +765,8 @@ def connect(
     def open_service() -> FiretitanServiceClient:
         # The address is always explicit: a half-set environment would otherwise send
         # training traffic to the public host.
-        with _sdk_telemetry(on=not on_loopback), explained(preset):
+        telemetry = _without_telemetry() if on_loopback else contextlib.nullcontext()
+        with telemetry, explained(preset):
             return FiretitanServiceClient(api_key=key, base_url=url)
 
     def open_control_plane() -> FireworksClient:
@@ -849,19 +780,19 @@ def connect(
         session = TrainingSession(
             preset=preset,
             tokenizer=tokenizer,
-            open_service=open_service,
-            open_control_plane=open_control_plane,
-            local_service=service,
             usage=usage,
             banner=banner,
             runs_dir=folder,
             seed=seed,
-            task_runtime=task_runtime or LocalRuntime(env),
             agent_type=agent,
-            keep_session=keep_session,
             waits=waits,
-            notes=notes,
-            quiet=quiet,
+            _open_service=open_service,
+            _open_control_plane=open_control_plane,
+            _local_service=service,
+            _places=Places(task_runtime or LocalRuntime(env), preset.max_concurrent),
+            _keep_session=keep_session,
+            _notes=notes,
+            _quiet=quiet,
         )
     except BaseException:
         deafen()

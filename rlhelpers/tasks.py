@@ -286,6 +286,33 @@ def training_pairs(steps: int, tasks_per_step: int, held_out: int, pairs: int) -
     return min(steps * tasks_per_step, left)
 
 
+def draw_sides(
+    a: tuple[int, int],
+    b: tuple[int, int],
+    *,
+    steps: int,
+    tasks_per_step: int,
+    held_out: int,
+    seed: int,
+) -> tuple[Taskset, Taskset]:
+    """Multiplication tasks for a run: those to train on, and those held out.
+
+    Args:
+        a, b: Smallest and largest first and second operand.
+        steps, tasks_per_step, held_out: As of :func:`training_pairs`.
+        seed: Of the draw and of the split.
+
+    Raises:
+        ValueError: The ranges hold too few pairs, or one is inverted.
+    """
+    pairs = operand_pairs(min_a=a[0], max_a=a[1], min_b=b[0], max_b=b[1]).size
+    train = training_pairs(steps, tasks_per_step, held_out, pairs)
+    tasks = make_taskset(
+        train + held_out, min_a=a[0], max_a=a[1], min_b=b[0], max_b=b[1], seed=seed
+    )
+    return split_taskset(tasks, train=train, held_out=held_out, seed=seed)
+
+
 # Serving training tasks
 
 

@@ -12,15 +12,17 @@ the weights and the metrics never disagree.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import math
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 import numpy as np
@@ -58,7 +60,7 @@ from rlhelpers.service import TrainingSession
 from rlhelpers.tasks import TaskPool
 
 if TYPE_CHECKING:
-    from fireworks.training.sdk import Datum, ForwardBackwardOutput
+    from fireworks.training.sdk import Datum
     from hud.eval import Taskset
     from hud.eval.run import Run
     from hud.eval.task import Task
@@ -67,6 +69,16 @@ if TYPE_CHECKING:
 
 LossName = Literal["importance_sampling", "ppo", "cispo"]
 LOSSES: tuple[str, ...] = get_args(LossName)
+
+#: The settings that every metrics row carries.
+_RECORDED_SETTINGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "loss_fn",
+    "learning_rate",
+)
 
 T = TypeVar("T")
 
@@ -139,17 +151,10 @@ class TrainConfig:
                 f"group_size must be at least 2, got {self.group_size}: an advantage "
                 "compares rollouts of one prompt, so one alone teaches nothing"
             )
-        for name in (
-            "steps",
-            "tasks_per_step",
-            "updates_per_batch",
-            "checkpoint_every",
-            "watch_every",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
-                )
+        names = ("steps", "tasks_per_step", "updates_per_batch")
+        for name in (*names, "checkpoint_every", "watch_every"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.kl_every < 0:
             raise ValueError(
                 f"kl_every must be at least 0, got {self.kl_every}; 0 never measures"
@@ -185,18 +190,11 @@ class TrainConfig:
             >>> TrainConfig.from_preset(resolve_preset(None), steps=None).steps
             30
         """
-        values: dict[str, Any] = {
-            "max_tokens": preset.max_tokens,
-            "steps": preset.steps,
-            "tasks_per_step": preset.tasks_per_step,
-            "group_size": preset.group_size,
-            "learning_rate": preset.learning_rate,
-            "kl_every": preset.kl_every,
-        }
-        values |= {
-            name: value for name, value in overrides.items() if value is not None
-        }
-        return cls(**values)
+        names = ["max_tokens", "steps", "tasks_per_step", "group_size"]
+        names += ["learning_rate", "kl_every"]
+        values = {name: getattr(preset, name) for name in names}
+        given = {name: value for name, value in overrides.items() if value is not None}
+        return cls(**{**values, **given})
 
     @property
     def rollouts_per_step(self) -> int:
@@ -248,26 +246,28 @@ class StepResult:
         runs: The step's HUD runs, task by task.
         records: The same as rows of ``rollouts.jsonl``.
         datums: What was trained on; empty without signal.
-        max_ratio_error: Largest ``|ratio - 1|`` over trained tokens, from the
-            log-probabilities of forward_backward. On-policy it is near 0. None
-            without an update.
         logprobs: For each datum, forward_backward's log-probabilities, aligned with
             its targets.
-        service_metrics: What the service reported about the update.
     """
 
     metrics: StepMetrics
     runs: tuple[Run, ...]
     records: tuple[RolloutRecord, ...]
     datums: tuple[Datum, ...]
-    max_ratio_error: float | None = None
     logprobs: tuple[np.ndarray, ...] = ()
-    service_metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def updated(self) -> bool:
         """Whether the weights changed."""
         return self.metrics.updated
+
+    @property
+    def max_ratio_error(self) -> float | None:
+        """Largest ``|ratio - 1|`` over trained tokens, by forward_backward.
+
+        On-policy it is near 0. None without an update.
+        """
+        return self.metrics.max_ratio_error
 
     @property
     def reason(self) -> str | None:
@@ -300,6 +300,16 @@ class _Clock:
     sampling: float = 0.0
     training: float = 0.0
 
+    @contextlib.contextmanager
+    def on(self, part: Literal["rollouts", "training"]) -> Iterator[None]:
+        """What is done inside counts to a part."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            taken = time.perf_counter() - begun
+            setattr(self, part, getattr(self, part) + taken)
+
     def split(self) -> dict[str, Any]:
         """The four parts and their sum.
 
@@ -318,12 +328,15 @@ class _Clock:
 
 async def _update(
     session: TrainingSession, datums: list[Datum], config: TrainConfig
-) -> ForwardBackwardOutput:
+) -> tuple[float | None, tuple[np.ndarray, ...]]:
     """forward_backward and optim_step, as often as asked for.
 
     Returns:
-        What the first forward_backward said, which is the on-policy one.
+        Loss and log-probabilities of the first forward_backward, which is the
+        on-policy one; of no datums, None and none.
     """
+    if not datums:
+        return None, ()
     client = session.training_client
     tokens = sum(datum.model_input.length for datum in datums)
     # All of the updates or none: a step that the token limit cut short would change
@@ -340,21 +353,24 @@ async def _update(
             outputs.append(await backward.result_async())
             await optimizer.result_async()
             session.updates += 1
-    return outputs[0]
+    first = outputs[0]
+    logprobs = tuple(o["logprobs"].to_numpy() for o in first.loss_fn_outputs)
+    return first.metrics.get("loss:sum"), logprobs
 
 
 def _ratio_error(
     datums: Sequence[Datum], logprobs: Sequence[np.ndarray]
 ) -> float | None:
     """Largest |exp(trainer's - sampler's log-probability) - 1| over trained tokens."""
+    if not datums:
+        return None
     worst = 0.0
     for datum, current in zip(datums, logprobs, strict=True):
         sampled = datum.loss_fn_inputs["logprobs"].to_numpy()
         trained = datum.loss_fn_inputs["advantages"].to_numpy() != 0
-        if trained.any():
-            gap = np.abs(np.expm1(current[trained] - sampled[trained]))
-            worst = max(worst, float(gap.max()))
-    return worst if datums else None
+        gap = np.abs(np.expm1(current[trained] - sampled[trained]))
+        worst = max(worst, float(gap.max(initial=0.0)))
+    return worst
 
 
 def _no_signal_note(records: Sequence[RolloutRecord], note: str | None) -> str:
@@ -430,8 +446,8 @@ async def _step(
     clock, used = _Clock(), session.usage.counts
     # The name counts the updates behind the weights, as training checkpoints do.
     name = checkpoint_name("policy", step=step - 1, tag=place.tag)
-    sampler = await asyncio.to_thread(session.new_sampler, name)
-    clock.training = time.perf_counter() - clock.started
+    with clock.on("training"):
+        sampler = await asyncio.to_thread(session.new_sampler, name)
     if watch:
         await _watch(session, sampler, watch, step - 1, place, config)
     plan = RolloutPlan(
@@ -442,48 +458,47 @@ async def _step(
         settings=config.sampling,
         job_id=job_id,
     )
-    before, idle = time.perf_counter(), sampler.clock.seconds
-    runs, records = await roll_out(
-        session, sampler, tasks, plan=plan, place=place, scale=config.advantage_scale
-    )
-    clock.rollouts = time.perf_counter() - before
+    idle, scale = sampler.clock.seconds, config.advantage_scale
+    with clock.on("rollouts"):
+        runs, records = await roll_out(
+            session, sampler, tasks, plan=plan, place=place, scale=scale
+        )
     clock.sampling = sampler.clock.seconds - idle
-    datums, kept_groups = make_training_batch(runs, scale=config.advantage_scale)
-    begun = time.perf_counter()
-    kl = await measure_kl(session, runs) if config.measures_kl(step) else None
-    if datums and config.kl_coefficient:
-        datums = await add_kl_penalty(session, datums, config.kl_coefficient)
-    clock.training += time.perf_counter() - begun
+    datums, kept_groups = make_training_batch(runs, scale=scale)
+    with clock.on("training"):
+        kl = await measure_kl(session, runs) if config.measures_kl(step) else None
+        if datums and config.kl_coefficient:
+            datums = await add_kl_penalty(session, datums, config.kl_coefficient)
 
     async def commit() -> StepResult:
         """Update and record; both or neither."""
-        output = None
-        if datums:
-            begun = time.perf_counter()
-            output = await _update(session, datums, config)
-            clock.training += time.perf_counter() - begun
-        result = _step_result(
-            output,
-            runs=runs,
-            records=records,
-            datums=datums,
-            clock=clock,
-            row={
-                **_batch_numbers(runs, records, datums, kept_groups),
-                "run_id": place.run_id,
-                "step": step,
-                "attempt": place.attempt,
-                "snapshot": sampler.snapshot,
-                "kl": kl,
-                "note": note if datums else _no_signal_note(records, note),
-                "prefill_tokens": (session.usage.counts - used).prefill,
-                "sampled_tokens": (session.usage.counts - used).sampled,
-                **_settings(config),
-            },
+        with clock.on("training"):
+            loss, logprobs = await _update(session, datums, config)
+        spent = session.usage.counts - used
+        trained = _trained_tokens(records) if datums else 0
+        metrics = StepMetrics(
+            run_id=place.run_id,
+            step=step,
+            attempt=place.attempt,
+            snapshot=sampler.snapshot,
+            kept_groups=kept_groups,
+            datums=len(datums),
+            updated=bool(datums),
+            loss=loss,
+            loss_per_token=loss / trained if loss is not None and trained else None,
+            max_ratio_error=_ratio_error(datums, logprobs),
+            kl=kl,
+            note=note if datums else _no_signal_note(records, note),
+            prefill_tokens=spent.prefill,
+            sampled_tokens=spent.sampled,
+            trained_tokens=trained,
+            **_rollout_numbers(runs, records),
+            **{name: getattr(config, name) for name in _RECORDED_SETTINGS},
+            **clock.split(),
         )
-        append_metrics(place.metrics, result.metrics)
+        append_metrics(place.metrics, metrics)
         committed()
-        return result
+        return StepResult(metrics, tuple(runs), tuple(records), tuple(datums), logprobs)
 
     result = await _to_the_end(commit())
     if not result.updated and config.require_update:
@@ -491,73 +506,26 @@ async def _step(
     return result
 
 
-def _settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings that every metrics row carries."""
-    names = ("temperature", "top_p", "top_k", "max_tokens", "loss_fn", "learning_rate")
-    return {name: getattr(config, name) for name in names}
-
-
-def _batch_numbers(
-    runs: Sequence[Run],
-    records: Sequence[RolloutRecord],
-    datums: Sequence[Datum],
-    kept_groups: int,
+def _rollout_numbers(
+    runs: Sequence[Run], records: Sequence[RolloutRecord]
 ) -> dict[str, Any]:
     """What the rollouts of a step say, before any update."""
     outcomes = [record.outcome for record in records]
     logprobs = [lp for run in runs for lp in check_run(run).output_logprobs]
     return {
-        "reward_mean": sum(record.reward for record in records) / len(records),
+        "reward_mean": fmean(record.reward for record in records),
         "within_group_std": within_group_reward_std(runs),
         "rollouts": len(runs),
         "valid_rollouts": len(records),
-        "kept_groups": kept_groups,
-        "datums": len(datums),
-        "updated": bool(datums),
-        "mean_output_tokens": sum(r.output_tokens for r in records) / len(records),
-        "token_limit_share": sum(r.token_limit for r in records) / len(records),
+        "mean_output_tokens": fmean(record.output_tokens for record in records),
+        "token_limit_share": fmean(record.token_limit for record in records),
         **{name: outcomes.count(name) for name in OUTCOMES},
         "entropy": 0.0 - sum(logprobs) / len(logprobs),
-        "trained_tokens": sum(
-            r.output_tokens for r in records if r.advantage is not None
-        )
-        if datums
-        else 0,
     }
 
 
-def _step_result(
-    output: ForwardBackwardOutput | None,
-    *,
-    runs: Sequence[Run],
-    records: Sequence[RolloutRecord],
-    datums: Sequence[Datum],
-    clock: _Clock,
-    row: dict[str, Any],
-) -> StepResult:
-    logprobs: tuple[np.ndarray, ...] = ()
-    loss = None
-    if output is not None:
-        logprobs = tuple(o["logprobs"].to_numpy() for o in output.loss_fn_outputs)
-        loss = output.metrics.get("loss:sum")
-    tokens = row["trained_tokens"]
-    worst = _ratio_error(datums, logprobs)
-    metrics = StepMetrics(
-        **row,
-        **clock.split(),
-        loss=loss,
-        loss_per_token=loss / tokens if loss is not None and tokens else None,
-        max_ratio_error=worst,
-    )
-    return StepResult(
-        metrics=metrics,
-        runs=tuple(runs),
-        records=tuple(records),
-        datums=tuple(datums),
-        max_ratio_error=worst,
-        logprobs=logprobs,
-        service_metrics=dict(output.metrics) if output is not None else {},
-    )
+def _trained_tokens(records: Sequence[RolloutRecord]) -> int:
+    return sum(r.output_tokens for r in records if r.advantage is not None)
 
 
 async def _watch(
@@ -600,11 +568,6 @@ class TrainResult:
     sampler: PolicySampler
     state: str
     seconds: float
-
-    @property
-    def run_id(self) -> str:
-        """The run's id, which is its folder's name."""
-        return self.run_dir.name
 
     @property
     def final_snapshot(self) -> str:
@@ -725,15 +688,15 @@ async def train(
 
 def _in_bar(bar: tqdm[Any]) -> Callable[[str | None], None]:
     """Shows a wait behind the progress bar, in place of what it says otherwise."""
-    usual: list[str | None] = []
+    usual: str | None = None
+    waiting = False
 
     def show(wait: str | None) -> None:
-        if wait is None and usual:
-            bar.set_postfix_str(usual.pop() or "")
-        elif wait is not None:
-            if not usual:
-                usual.append(getattr(bar, "postfix", None))
-            bar.set_postfix_str(wait)
+        nonlocal usual, waiting
+        if not waiting:
+            usual = getattr(bar, "postfix", None)  # a disabled bar has none
+        waiting = wait is not None
+        bar.set_postfix_str(wait or usual or "")
 
     return show
 

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from rlhelpers.tables import markdown_table, plain_text
+
 
 class TokenLimitReached(RuntimeError):
     """A request was not sent because it could pass the session's token limit."""
@@ -140,17 +142,11 @@ class UsageReport:
             found.append(("unanswered", f"{self.unanswered.total:,}", ""))
         return found
 
-    def __str__(self) -> str:
-        rows = [("tokens", "used", "planned at most"), *self.rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            f"{name:<{widths[0]}}  {used:>{widths[1]}}  {planned:>{widths[2]}}".rstrip()
-            for name, used, planned in rows
-        )
-
     def _repr_markdown_(self) -> str:
-        rows = "\n".join(f"| {' | '.join(row)} |" for row in self.rows())
-        return f"| tokens | used | planned at most |\n|---|---:|---:|\n{rows}"
+        return markdown_table(["tokens", "used", "planned at most"], self.rows())
+
+    def __str__(self) -> str:
+        return plain_text(self._repr_markdown_())
 
 
 class TokenUsage:

@@ -286,7 +286,7 @@ def test_too_easy_and_healthy(group: Any) -> None:
     assert healthy.healthy
     # Group a: rewards 1, 1, 0, 0 with sample std sqrt(1/3); group b is flat.
     assert healthy.within_group_std == pytest.approx(math.sqrt(1 / 3) / 2)
-    assert (healthy.kept_groups, healthy.groups, healthy.group_size) == (1, 2, 4)
+    assert (healthy.kept_groups, healthy.groups) == (1, 2)
     assert "1 of 2 groups" in healthy.to_markdown()
 
 

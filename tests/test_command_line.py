@@ -32,7 +32,7 @@ from rlhelpers import (
 from rlhelpers.calibration import CalibrationSettings
 from rlhelpers.command_line import _parser, main
 from rlhelpers.command_settings import as_flags, read_settings
-from rlhelpers.commands import draw_tasks, plain_text
+from rlhelpers.commands import draw_tasks
 from rlhelpers.metrics import (
     ResumeState,
     StepMetrics,
@@ -45,6 +45,7 @@ from rlhelpers.metrics import (
 from rlhelpers.models import PRESETS
 from rlhelpers.runs import find_run
 from rlhelpers.sampling import SamplingSettings
+from rlhelpers.tables import plain_text
 from rlhelpers.tasks import operand_pairs, training_pairs
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -269,11 +269,11 @@ def test_without_a_signal_the_cause_is_named(record: Callable[..., Any]) -> None
 
 
 def test_the_table_shows_marks_and_remedies() -> None:
-    readiness = Readiness((ReadinessCheck("a", True, "1 of 1"),)).and_also(
-        ReadinessCheck("b", False, "0 of 1", "Add one")
-    )
+    passed = ReadinessCheck("a", True, "1 of 1")
+    failed = ReadinessCheck("b", False, "0 of 1", "Add one")
+    readiness = Readiness((passed, failed))
     assert readiness.to_markdown().splitlines()[2:] == [
-        "| ✓ | a | 1 of 1 |  |",
+        "| ✓ | a | 1 of 1 | |",
         "| ✗ | b | 0 of 1 | Add one |",
     ]
     assert str(readiness) == "✓ a: 1 of 1\n✗ b: 0 of 1. Add one"

@@ -58,8 +58,10 @@ def test_a_click_grades_what_was_typed(shown: Shown) -> None:
 
 
 def result(step: int, reward: float, ratio_error: float | None) -> StepResult:
-    metrics = StepMetrics.example(step=step, reward_mean=reward, kept_groups=3)
-    return StepResult(metrics, (), (), (), max_ratio_error=ratio_error)
+    metrics = StepMetrics.example(
+        step=step, reward_mean=reward, kept_groups=3, max_ratio_error=ratio_error
+    )
+    return StepResult(metrics, (), (), ())
 
 
 def test_the_dashboard_redraws_in_place(shown: Shown) -> None:
