@@ -75,19 +75,25 @@ async def measure_kl(session: TrainingSession, runs: Sequence[Any]) -> float:
     samples = [check_run(run) for run in runs]
     texts = [whole_text(sample) for sample in samples]
     datums = [make_scoring_datum(tokens[:1], tokens[1:]) for tokens, _ in texts]
-    client = await asyncio.to_thread(session.reference)
-    with session.waits.operation("the base model's pass", polls=True):
-        future = await client.forward_async(datums, "cross_entropy")
-        output = await future.result_async()
+    scored = await _base_logprobs(session, datums)
     policy: list[float] = []
     base: list[float] = []
-    for sample, (_, sampled), scored in zip(
-        samples, texts, output.loss_fn_outputs, strict=True
-    ):
+    for sample, (_, sampled), logprobs in zip(samples, texts, scored, strict=True):
         policy += sample.output_logprobs
         # Position i predicts token i + 1; the others predict what was only read.
-        base += scored["logprobs"].to_numpy()[np.array(sampled[1:])].tolist()
+        base += logprobs[np.array(sampled[1:])].tolist()
     return kl_per_token(policy, base)
+
+
+async def _base_logprobs(
+    session: TrainingSession, datums: Sequence[Datum]
+) -> list[np.ndarray]:
+    """The frozen base model's log-probabilities of each datum's targets."""
+    client = await asyncio.to_thread(session.reference)
+    with session.waits.operation("the base model's pass", polls=True):
+        future = await client.forward_async(list(datums), "cross_entropy")
+        output = await future.result_async()
+    return [scored["logprobs"].to_numpy() for scored in output.loss_fn_outputs]
 
 
 # -- a penalty that holds the policy ------------------------------------------------
@@ -174,8 +180,5 @@ async def add_kl_penalty(
         Datum(model_input=datum.model_input, loss_fn_inputs={"target_tokens": target})
         for datum, target in zip(datums, targets, strict=True)
     ]
-    client = await asyncio.to_thread(session.reference)
-    future = await client.forward_async(scoring, "cross_entropy")
-    output = await future.result_async()
-    base = [scored["logprobs"].to_numpy() for scored in output.loss_fn_outputs]
+    base = await _base_logprobs(session, scoring)
     return kl_penalised(datums, base, coefficient)

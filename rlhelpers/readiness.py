@@ -350,8 +350,8 @@ def check_one_turn(probes: Sequence[GradedReply]) -> ReadinessCheck:
                 False,
                 f"{probe.task} offers {', '.join(probe.tools)}, which takes several "
                 "turns",
-                "Use an agent that calls tools and records every turn; PolicyAgent "
-                "answers once",
+                "PolicyAgent answers once: use an agent that records every turn, such "
+                "as EpisodeAgent",
             )
         if any(text is None for _, text in probe.turns):
             return ReadinessCheck(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from paid_helpers import KEY, QWEN, Noted
 
@@ -78,3 +79,24 @@ def account(
     monkeypatch.setenv("FIREWORKS_API_KEY", KEY)
     monkeypatch.setenv("FIREWORKS_BASE_URL", endpoint.base_url)
     return tmp_path
+
+
+@pytest.fixture
+def commands(
+    account: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[[Callable[[list[str]], int]], Callable[..., tuple[int, str, str]]]:
+    """Make a program's ``main`` into a call with exit code, output and errors."""
+    cache = str(account / "hub" / "hub")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", cache)
+
+    def of(main: Callable[[list[str]], int]) -> Callable[..., tuple[int, str, str]]:
+        def run(*arguments: str) -> tuple[int, str, str]:
+            code = main([*arguments, "--runs-dir", str(account / "runs")])
+            captured = capsys.readouterr()
+            return code, captured.out, captured.err
+
+        return run
+
+    return of

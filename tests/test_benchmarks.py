@@ -162,7 +162,9 @@ def test_trl_run_trains_our_sides_in_processes(
     for side in ("ours", "ours, service apart"):
         assert re.search(rf"^round 1, {side}: \S+ s, .* of 8 right$", out, re.M)
         row = rf"^{side} +\d+\.\d +([\d,]+) +(\d+\.\d%)$"
-        found[side] = re.search(row, out, re.M)[1:]
+        match = re.search(row, out, re.M)
+        assert match is not None, out
+        found[side] = match.groups()
     assert found["ours"] == found["ours, service apart"]  # the same seeds and tasks
 
 

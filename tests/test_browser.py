@@ -107,6 +107,7 @@ def lab(
     folder = tmp_path_factory.mktemp("lab")
     pictures = bool(request.config.getoption("--screenshots"))
     copy_notebooks(folder / "course", pictures=pictures)
+    shutil.copytree(ROOT / "examples", folder / "examples")  # that notebook 07 reads
     # Off-screen cells would otherwise leave the page, and with them their outputs.
     settings = folder / "settings" / SETTINGS
     settings.parent.mkdir(parents=True)

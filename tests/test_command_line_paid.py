@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import huggingface_hub.constants
 import pytest
 from paid_helpers import COMPLETIONS, KEY, QWEN, count
 
@@ -28,20 +28,9 @@ SMALL = words(
 
 
 @pytest.fixture
-def cli(
-    account: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Callable[..., tuple[int, str, str]]:
+def cli(commands: Callable[..., Any]) -> Callable[..., tuple[int, str, str]]:
     """Run a command in this process; returns exit code, output and errors."""
-    cache = str(account / "hub" / "hub")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", cache)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main([*arguments, "--runs-dir", str(account / "runs")])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
+    run: Callable[..., tuple[int, str, str]] = commands(main)
     return run
 
 

@@ -22,7 +22,7 @@ NUMBERS = {  # grader; advantages and datums; sampling and service; notebooks
     "N": (1, 3, 5, 7, 8, 9, 10, 12, 14, 15, 17, 18, 20),
 }
 IDS = [f"{kind}{number:02}" for kind, found in NUMBERS.items() for number in found]
-ID = re.compile(r"(?<![A-Za-z0-9])([GASNgasn]\d\d)(?![0-9A-Za-z])")
+ID = re.compile(r"(?<![A-Za-z0-9\\])([GASNgasn]\d\d)(?![0-9A-Za-z])")
 
 
 def named_in(path: Path) -> set[str]:

@@ -114,6 +114,7 @@ class Templates:
             f"{sessions}/checkpoints?pageSize=2&pageToken=0",
             self.promote_path,
             "/v1/accounts?pageSize=2",
+            "/v1/accounts/local/models/none",
             "/training/v1/serverless/api/v1/list_checkpoints",
         ]
 

@@ -10,6 +10,7 @@ from test_plots import draw_all, metrics, rollouts
 
 from rlhelpers import plots
 from rlhelpers.metrics import StepMetrics
+from rlhelpers.plots.figures import finished, subplots
 
 __all__ = ["metrics", "rollouts"]  # fixtures
 
@@ -75,9 +76,9 @@ def test_words_of_small_plots() -> None:
 
 
 def test_a_plot_without_words_names_its_titles_and_axes() -> None:
-    figure, axes = plots._subplots(figsize=(2, 2))
+    figure, axes = subplots(figsize=(2, 2))
     axes.set(title="Reward", xlabel="training step", ylabel="mean reward")
-    assert str(plots._finished(figure)) == (
+    assert str(finished(figure)) == (
         "Plot: Reward (mean reward against training step)."
     )
 

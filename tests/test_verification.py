@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import pytest
 from paid_helpers import COMPLETIONS, KEY, QWEN, count, opened
 
@@ -23,20 +22,11 @@ pytest_plugins = ("paid_fixtures",)
 
 @pytest.fixture
 def ask(
-    account: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    commands: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
     """Run the command in this process; returns exit code, output and errors."""
-    cache = str(account / "hub" / "hub")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", cache)
     monkeypatch.setattr(verification.sys.stdin, "isatty", lambda: False, raising=False)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = verification.main([*arguments, "--runs-dir", str(account / "runs")])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
+    run: Callable[..., tuple[int, str, str]] = commands(verification.main)
     return run
 
 

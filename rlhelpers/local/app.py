@@ -51,7 +51,7 @@ from .parsing import (
     refuse_surplus,
     sampling_params,
 )
-from .promotion import load_promoted, parse_row_id, promote
+from .promotion import find_promoted, load_promoted, parse_row_id, promote
 from .sessions import (
     PRESSED_SECONDS,
     SILENT_SECONDS,
@@ -448,9 +448,8 @@ class TrainingApi:
     async def model_entry(self, request: Request) -> Response:
         """Whether there is a base or promoted model of that name."""
         name = "accounts/{account}/models/{model_id}".format(**request.path_params)
-        folder = self.store.state_dir / "promoted" / request.path_params["model_id"]
-        promoted = request.path_params["account"] == ACCOUNT and folder.is_dir()
-        if not (promoted or name in self.engine.models):
+        known = name in self.engine.models or find_promoted(self.store, name)
+        if not known:
             raise UnknownName(f"model {name!r} is not known to the local service")
         return JSONResponse({"name": name, "state": "READY"})
 

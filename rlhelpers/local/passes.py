@@ -18,6 +18,7 @@ from .loading import BaseModel
 from .slots import CAPACITY_STEP, SlotCache, read_prompt
 
 SMALLEST_PASS = 16  # rows; below this another kernel is sure to be chosen
+TRIAL_ROWS = 1024  # at most; a row's tokens are the same in any number of rows
 TRIAL_TOKENS = 3  # a row, of which the last one's logits are compared
 AGREEMENT = 5e-5  # of log-probabilities, between a lean pass and the model's own,
 AGREEMENT_SHARE = 1e-5  # and of unlikely tokens' this share: float32 has no more
@@ -93,7 +94,7 @@ def interchangeable_sizes(
 def _trial(base: BaseModel, one_token: OneTokenPass, rows: int) -> Tensor:
     """Logits of the last of a few tokens, the same ones for a row at any ``rows``."""
     generator = torch.Generator().manual_seed(0)
-    shape = (TRIAL_TOKENS, SMALLEST_PASS * 64)
+    shape = (TRIAL_TOKENS, TRIAL_ROWS)
     tokens = torch.randint(base.vocab_size, shape, generator=generator)
     tokens = tokens.to(base.sampling.device)
     cache = SlotCache(rows, CAPACITY_STEP, read_prompt(base.sampling, (0,)))

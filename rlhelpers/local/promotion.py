@@ -98,6 +98,13 @@ def promote(
     return PromotedModel(match[0], public_base, rank, modules, folder)
 
 
+def find_promoted(store: CheckpointStore, path: object) -> Path | None:
+    """The folder of a promoted model, ``path`` as in :func:`promote`; None if none."""
+    match = _MODEL.fullmatch(path) if isinstance(path, str) else None
+    folder = store.state_dir / "promoted" / match[1] if match else None
+    return folder if folder is not None and folder.is_dir() else None
+
+
 def load_promoted(
     store: CheckpointStore, path: object, base_model: str
 ) -> AdapterWeights:
@@ -105,9 +112,8 @@ def load_promoted(
 
     Raises :class:`CheckpointError` if there is none, or if it is not ``base_model``'s.
     """
-    match = _MODEL.fullmatch(path) if isinstance(path, str) else None
-    folder = store.state_dir / "promoted" / match[1] if match else None
-    if folder is None or not folder.is_dir():
+    folder = find_promoted(store, path)
+    if folder is None:
         raise CheckpointError(
             f"there is no promoted model {path!r} here: pass "
             f"'accounts/{ACCOUNT}/models/<id>' with the id it was promoted under"
