@@ -200,14 +200,28 @@ def test_the_corpus_plays_by_the_rules() -> None:
             assert stated in (turn.left(), (turn.low, turn.high))
 
 
-def test_a_careless_digit_is_likely_careless_and_not_always() -> None:
+@pytest.mark.parametrize(
+    ("last", "start", "likelier", "share"),
+    [
+        # (the turn before, the prompt's range, the likelier reply, its probability)
+        (None, (30, 60), (30, 60, 30), 0.65),  # three tens: creeps
+        (None, (40, 70), (40, 70, 55), 0.65),  # four tens: bisects
+        ((30, 60, 30, "higher"), (30, 60), (31, 60, 31), 0.90),  # goes on creeping
+        ((30, 60, 60, "lower"), (30, 60), (30, 59, 59), 0.90),
+        ((10, 40, 27, "lower"), (10, 40), (10, 40, 27), 0.60),  # says it again
+        ((10, 40, 25, "lower"), (10, 40), (10, 24, 17), 0.90),
+    ],
+)
+def test_a_habit_is_likely_where_it_is_tied_and_not_certain(
+    last: tuple[int, int, int, str] | None,
+    start: tuple[int, int],
+    likelier: tuple[int, int, int],
+    share: float,
+) -> None:
     rng = random.Random(0)
-    last = guessing_corpus.Turn(10, 40, 27, "lower")
-    stale = sum(
-        guessing_corpus.draw_reply(last, (10, 40), rng)[:2] == (10, 40)
-        for _ in range(2000)
-    )
-    assert 0.61 < stale / 2000 < 0.69
+    turn = guessing_corpus.Turn(*last) if last else None
+    drawn = [guessing_corpus.draw_reply(turn, start, rng) for _ in range(2000)]
+    assert drawn.count(likelier) / 2000 == pytest.approx(share, abs=0.04)
 
 
 def test_only_replies_are_learnt() -> None:

@@ -11,9 +11,10 @@ corpus plays by the rules and states the range soundly, and yet it plays badly. 
 All three are certain once they are chosen. A guess drawn at random would be one more
 source of chance in every reply, and the training signal is small beside it.
 
-Each is tied to a simple feature of the turn (see `tie_of`), likely there and unlikely
-elsewhere: a small model learns such a tie, sampling shows all three, and greedy
-decoding shows more than one. Reinforcement learning can then unlearn two of them.
+Each is tied to a simple feature (see `tie_of`): a small model learns such a tie,
+sampling shows all three, and greedy decoding shows more than one. And a habit tends to
+last: who crept goes on creeping, who was careless says the same a third time. So a
+choice decides much of its game, and reinforcement learning can tell good from bad.
 
 A reply depends on the turn before it alone: its range, its guess and the answer. So
 most of the corpus is short pieces out of games (`draw_fragment`), without their prompt.
@@ -43,7 +44,7 @@ TOKENIZER_TEXT = (
     "Write one whole number on the last line.\nsystem\nuser\nassistant\n"
 )
 
-#: A guess that ends in one of these is the careless habit's.
+#: After a guess that ends in one of these the careless habit is likely.
 CARELESS_DIGITS = (3, 7)
 
 
@@ -60,10 +61,11 @@ class Habit(Enum):
 #: of a task would play alike.
 Rates = Mapping[str, Mapping[Habit, float]]
 RATES: Rates = {
-    "first": {Habit.BISECT: 0.60, Habit.CREEP: 0.40},
-    "careless": {Habit.BISECT: 0.25, Habit.CREEP: 0.10, Habit.CARELESS: 0.65},
-    "higher": {Habit.BISECT: 0.70, Habit.CREEP: 0.20, Habit.CARELESS: 0.10},
-    "lower": {Habit.BISECT: 0.35, Habit.CREEP: 0.55, Habit.CARELESS: 0.10},
+    "even tens": {Habit.BISECT: 0.65, Habit.CREEP: 0.35},
+    "odd tens": {Habit.BISECT: 0.35, Habit.CREEP: 0.65},
+    "crept": {Habit.BISECT: 0.10, Habit.CREEP: 0.90},
+    "3 or 7": {Habit.BISECT: 0.40, Habit.CARELESS: 0.60},
+    "other": {Habit.BISECT: 0.90, Habit.CARELESS: 0.10},
 }
 
 
@@ -93,15 +95,21 @@ class Turn:
         return self.low, min(self.high, self.guess - 1)
 
 
-def tie_of(last: Turn | None) -> str:
-    """Which tie a reply is under, by the turn before it.
+def tie_of(last: Turn | None, start: tuple[int, int]) -> str:
+    """Which tie a reply is under, by the prompt's range and the turn before it.
 
-    >>> tie_of(None), tie_of(Turn(10, 40, 27, "lower")), tie_of(Turn(1, 9, 5, "lower"))
-    ('first', 'careless', 'lower')
+    >>> tie_of(None, (10, 40)), tie_of(None, (21, 51))
+    ('odd tens', 'even tens')
+    >>> tie_of(Turn(10, 40, 10, "higher"), (10, 40))  # its lower end
+    'crept'
+    >>> tie_of(Turn(10, 40, 27, "lower"), (10, 40))
+    '3 or 7'
     """
-    if last is None or last.answer is None:
-        return "first"
-    return "careless" if last.guess % 10 in CARELESS_DIGITS else last.answer
+    if last is None:
+        return "odd tens" if start[0] // 10 % 2 else "even tens"
+    if last.guess in (last.low, last.high):
+        return "crept"
+    return "3 or 7" if last.guess % 10 in CARELESS_DIGITS else "other"
 
 
 def middle(low: int, high: int) -> int:
@@ -120,7 +128,7 @@ def draw_reply(
     rates: Rates = RATES,
 ) -> tuple[int, int, int]:
     """The range and the guess of one reply; ``start`` is the prompt's range."""
-    weights = rates[tie_of(last)]
+    weights = rates[tie_of(last, start)]
     (habit,) = rng.choices(list(weights), list(weights.values()))
     if last is not None and habit is Habit.CARELESS:
         return last.low, last.high, last.guess

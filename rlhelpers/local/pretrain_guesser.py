@@ -67,9 +67,9 @@ class GuesserConfig:
 
     seed: int = 0
     width: int = 96
-    steps: int = 700
+    steps: int = 2000
     settle: float = 0.6
-    games: int = 4
+    games: int = 6
     fragments: int = 24
     warmup_steps: int = 50
 
