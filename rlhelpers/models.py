@@ -150,7 +150,7 @@ _PRESETS = (
         max_tokens=16,  # of one reply; a game takes up to six
         context=1024,
         learning_rate=3e-3,  # found by trying; at 5e-3 it learns no faster, and swings
-        steps=16,
+        steps=20,
     ),
     ModelPreset(
         name="smollm2-135m",

@@ -483,6 +483,7 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "KL_COEFFICIENT": 0.2,
             "POOL_TASKS": 4,
             "POOL_GROUP": 4,
+            "EVALUATION_TASKS": 6,
             "TOKEN_LIMIT": 5_000_000,
             "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
         },
