@@ -26,6 +26,7 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY_POLICY_FOLDER = REPOSITORY / "data" / "tiny-policy"
+TINY_GUESSER_FOLDER = REPOSITORY / "data" / "tiny-guesser"
 
 
 def _packaged_file(package: str, name: str) -> Path:
@@ -138,6 +139,18 @@ _PRESETS = (
         operands=(10, 99),
         max_tokens=160,
         context=1024,
+    ),
+    ModelPreset(
+        name="tiny-guesser",
+        backend="local",
+        base_model="local/tiny-guesser",
+        tokenizer=TINY_GUESSER_FOLDER,
+        licence="that of this repository (weights made here, see the model card)",
+        operands=(1, 99),  # its numbers: it guesses one, and multiplies nothing
+        max_tokens=16,  # of one reply; a game takes up to six
+        context=1024,
+        learning_rate=3e-3,  # found by trying; at 5e-3 it learns no faster, and swings
+        steps=20,
     ),
     ModelPreset(
         name="smollm2-135m",

@@ -104,19 +104,24 @@ class Turns:
     ) -> None:
         try:
             while line := await reader.readline():
-                writer.write(_line(self._respond(json.loads(line))))
+                writer.write(_line(self._respond(line)))
                 await writer.drain()
-        except ConnectionError:
-            pass  # the rollout ended while it was being answered
+        except (ConnectionError, ValueError):
+            pass  # the rollout ended meanwhile, or a line is longer than any reply
         finally:
             writer.close()
 
-    def _respond(self, message: dict[str, str]) -> dict[str, Any]:
-        answer = self._answers.get(message["episode"])
+    def _respond(self, line: bytes) -> dict[str, Any]:
+        try:
+            message = json.loads(line)
+            episode, reply = str(message["episode"]), str(message["reply"])
+        except (ValueError, TypeError, KeyError):  # any program can reach a local port
+            return {"error": "not a reply: one JSON object, of episode and reply"}
+        answer = self._answers.get(episode)
         if answer is None:
             return {"error": "no such episode: it has ended, or was never begun"}
         try:
-            return {"answer": answer(message["reply"])}
+            return {"answer": answer(reply)}
         except Exception as error:  # whatever somebody's environment raises
             return {"error": f"{type(error).__name__}: {error}"}
 

@@ -199,3 +199,29 @@ def test_reply_length_counts_the_end_token_once() -> None:
     assert reply_length([7, 8, 2, 2, 2], [2, 3]) == 3
     assert reply_length([7, 8, 9], [2, 3]) == 3
     assert reply_length([3], [2, 3]) == 1
+
+
+@pytest.mark.slow
+def test_several_turns_prints_games_and_tables(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import asyncio
+
+    target = tmp_path / "turns.md"
+    script = load("several_turns")
+    arguments = ["--quick", "--runs-dir", str(tmp_path), "--record", str(target)]
+    asyncio.run(script.main(arguments))
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^  before +\d+\.\d% \(\d+\.\d to \d+\.\d\) \| \d\.\d\d \| ", out, re.M
+    )
+    assert re.search(r"^  bisection  left: 31\.00  ", out, re.M)
+    text = target.read_text(encoding="utf-8")
+    tables = re.findall(r"<!-- (\w+) -->\n\n(.+?)\n\n<!-- /\1 -->", text, re.S)
+    assert [name for name, _ in tables] == ["seeds", "left"]
+    assert all(table in out for _, table in tables)
+    # The same tables from the JSON that the run left.
+    (rows,) = tmp_path.glob("several-turns-*.json")
+    again = tmp_path / "again.md"
+    asyncio.run(script.main(["--rows", str(rows), "--record", str(again)]))
+    assert again.read_text(encoding="utf-8") == text

@@ -456,6 +456,7 @@ def test_notebook_04_runs_on_the_paid_backend(account: Path, events: list[str]) 
             "08_losses_and_stability",
             {"UPDATES": 2, "POOL_TASKS": 4, "POOL_GROUP": 4},
         ),
+        ("09_several_turns", {}),
         ("10_reward_design", {}),
     ],
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 
 from rlhelpers.guessing import (
@@ -9,6 +12,7 @@ from rlhelpers.guessing import (
     HIGHER,
     LOWER,
     NO_NUMBER,
+    PROMPT_TEMPLATE,
     Game,
     GamesTable,
     bisection,
@@ -21,6 +25,7 @@ from rlhelpers.guessing import (
     ruled_out,
     summarize_games,
 )
+from rlhelpers.local import guessing_corpus
 from rlhelpers.metrics import RolloutRecord
 
 
@@ -84,6 +89,12 @@ def test_bisection_finds_every_number_in_five() -> None:
     # 1 + 2 + 4 + 8 + 16 numbers are found with 1, 2, … 5 guesses.
     assert sorted(lengths) == [1] + [2] * 2 + [3] * 4 + [4] * 8 + [5] * 16
     assert max(lengths) < GUESSES
+
+
+def test_the_game_is_the_one_that_the_tiny_guesser_was_made_for() -> None:
+    assert PROMPT_TEMPLATE == guessing_corpus.PROMPT
+    assert guessing_corpus.ANSWERS == {"higher": HIGHER, "lower": LOWER}
+    assert guessing_corpus.GUESSES == GUESSES
 
 
 # -- tasks ------------------------------------------------------------------------
@@ -171,3 +182,56 @@ def test_guesses_saved_are_paired() -> None:
     assert guesses_saved(before, after) == pytest.approx((2.0, 0.04, 3.96))
     with pytest.raises(ValueError, match="2 games before and 1 after"):
         guesses_saved(before, after[:1])
+
+
+# -- the corpus -------------------------------------------------------------------
+
+
+def test_the_corpus_plays_by_the_rules() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        game = guessing_corpus.draw_game(rng)
+        assert 1 <= len(game) <= GUESSES
+        assert all(turn.answer for turn in game[:-1])
+        for turn in game:
+            assert turn.low <= turn.guess <= turn.high
+        for turn, following in itertools.pairwise(game):
+            stated = (following.low, following.high)
+            assert stated in (turn.left(), (turn.low, turn.high))
+
+
+@pytest.mark.parametrize(
+    ("last", "start", "likelier", "share"),
+    [
+        # (the turn before, the prompt's range, the likelier reply, its probability)
+        (None, (30, 60), (30, 60, 30), 0.65),  # three tens: creeps
+        (None, (40, 70), (40, 70, 55), 0.65),  # four tens: bisects
+        ((30, 60, 30, "higher"), (30, 60), (31, 60, 31), 0.90),  # goes on creeping
+        ((30, 60, 60, "lower"), (30, 60), (30, 59, 59), 0.90),
+        ((10, 40, 27, "lower"), (10, 40), (10, 40, 27), 0.60),  # says it again
+        ((10, 40, 25, "lower"), (10, 40), (10, 24, 17), 0.90),
+    ],
+)
+def test_a_habit_is_likely_where_it_is_tied_and_not_certain(
+    last: tuple[int, int, int, str] | None,
+    start: tuple[int, int],
+    likelier: tuple[int, int, int],
+    share: float,
+) -> None:
+    rng = random.Random(0)
+    turn = guessing_corpus.Turn(*last) if last else None
+    drawn = [guessing_corpus.draw_reply(turn, start, rng) for _ in range(2000)]
+    assert drawn.count(likelier) / 2000 == pytest.approx(share, abs=0.04)
+
+
+def test_only_replies_are_learnt() -> None:
+    rng = random.Random(1)
+    pieces = guessing_corpus.draw_game_text(rng)
+    assert pieces[0][0].startswith("<|im_start|>user\nI think of a number from ")
+    assert [learnt for _, learnt in pieces[1:]][:2] == [True, False][: len(pieces) - 1]
+    for text, learnt in pieces:
+        assert learnt == (not text.startswith(("<|im_start|>user", "\n<|im_start|>")))
+    first, *rest = guessing_corpus.draw_fragment(rng)
+    assert first[0].startswith("<|im_start|>assistant\n")
+    assert not first[1]
+    assert any(learnt for _, learnt in rest)

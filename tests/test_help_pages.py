@@ -18,6 +18,7 @@ TROUBLE = ROOT / "notebooks" / "troubleshooting.md"
 PAGES = [
     ROOT / "README.md",
     ROOT / "data" / "tiny-policy" / "README.md",
+    ROOT / "data" / "tiny-guesser" / "README.md",
     *sorted((ROOT / "notebooks").glob("*.md")),
     *sorted((ROOT / "rlhelpers").rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),

@@ -336,6 +336,27 @@ def check_08(notebook: Any, folder: Path) -> None:
     assert "Token ceiling    5,000,000" in text  # TOKEN_LIMIT
 
 
+def check_09(notebook: Any, folder: Path) -> None:
+    (sampled,) = calibrations(folder)
+    assert len(sampled) == 4 * 4  # four games, each GROUP_SIZE times
+    (metrics,) = folder.glob("several-turns-*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert {row["rollouts"] for row in rows} == {8}
+    assert {row["max_tokens"] for row in rows} == {12}
+    assert {row["learning_rate"] for row in rows} == {1e-3}
+    records = metrics.with_name("rollouts.jsonl").read_text().splitlines()
+    after = [r for r in map(json.loads, records) if r["phase"] == "after"]
+    assert len(after) == 6
+    seeds = {row["seed"] for row in sampled}
+    assert seeds == {rollout_seed(5, 0, t, r) for t in range(4) for r in range(4)}
+    text = printed(notebook)
+    assert "4 training games, 6 held out" in text
+    assert "Token ceiling    5,000,000" in text  # TOKEN_LIMIT
+    assert "✓ answers are read, never trained" in text
+    assert "✓ the one-turn agent refuses" in text
+
+
 def check_10(notebook: Any, folder: Path) -> None:
     (sampled,) = calibrations(folder)
     assert len(sampled) == 4 * 4  # two steps' tasks, each GROUP_SIZE times
@@ -471,6 +492,20 @@ CHANGED: dict[str, tuple[dict[str, Any], Check]] = {
             "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
         },
         check_08,
+    ),
+    "09_several_turns": (
+        {
+            "SEED": 5,
+            "STEPS": 2,
+            "TASKS_PER_STEP": 2,
+            "GROUP_SIZE": 4,
+            "MAX_TOKENS": 12,
+            "LEARNING_RATE": 1e-3,
+            "EVALUATION_TASKS": 6,
+            "TOKEN_LIMIT": 5_000_000,
+            "PRICES": [1.0, 2.0, 4.0],  # free here: seen in test_fireworks_path.py
+        },
+        check_09,
     ),
     "10_reward_design": (
         {

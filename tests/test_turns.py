@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from hud.agents.base import Agent
@@ -103,6 +105,37 @@ async def test_an_episode_that_has_ended_is_refused() -> None:
     run = await one(Late())
     assert said == ["all"]
     assert run.trace.status == "completed"
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        pytest.param(b"\x10\x00\x00\x00\x01\x00\n", id="another protocol"),
+        pytest.param(b"GET / HTTP/1.1\n", id="http"),
+        pytest.param(b"[]\n", id="a list"),
+        pytest.param(b'{"episode": "x"}\n', id="no reply"),
+    ],
+)
+async def test_what_is_no_reply_is_refused_and_the_connection_goes_on(
+    junk: bytes,
+) -> None:
+    heard: list[Any] = []
+
+    class Stray(Agent):
+        async def __call__(self, run: Run) -> None:
+            place = urlsplit(run.client.binding("turns").url)
+            reader, writer = await asyncio.open_connection(place.hostname, place.port)
+            episode = run.bindings["turns"]["episode"]
+            reply = json.dumps({"episode": episode, "reply": "mine"}).encode() + b"\n"
+            for line in (junk, reply):
+                writer.write(line)
+                heard.append(json.loads(await reader.readline()))
+            writer.close()
+
+    await one(Stray())
+    refused, answered = heard
+    assert "not a reply" in refused["error"]
+    assert answered == {"answer": "1: mine"}
 
 
 async def test_the_environment_serves_again_after_it_stopped() -> None:

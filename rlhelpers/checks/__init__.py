@@ -49,6 +49,11 @@ from rlhelpers.checks.reward_design import (
     check_reward,
     labelled_replies,
 )
+from rlhelpers.checks.several_turns import (
+    check_episode_rows,
+    check_lucky_waste,
+    check_player,
+)
 from rlhelpers.checks.your_own_task import (
     TOOLS,
     check_agreement,
@@ -69,15 +74,18 @@ __all__ = [
     "check_checkpoint_kinds",
     "check_datum_rows",
     "check_decisions",
+    "check_episode_rows",
     "check_estimate_grader",
     "check_flat_groups",
     "check_flat_share",
     "check_grader",
     "check_group_size",
     "check_knobs",
+    "check_lucky_waste",
     "check_mcnemar",
     "check_missing_case",
     "check_on_policy_loss",
+    "check_player",
     "check_ppo_loss",
     "check_pushes",
     "check_remedies",

@@ -259,11 +259,17 @@ def draw_sums(count: int, rng: random.Random) -> list[tuple[str, str]]:
     return sums
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+TOKENIZER_TEXT = (
+    f"{prompt_text(1, 2)}\n{write_work(47, 36)}\n"
+    "Wait, let me check.\nThe answer is 1692.\nsystem\nuser\nassistant\n"
+)
+
+
+def build_tokenizer(text: str = TOKENIZER_TEXT) -> PreTrainedTokenizerFast:
     """Train the byte-level BPE tokenizer and give it the chat template.
 
     All 256 bytes are in its alphabet, so any text survives encode and decode.
-    Its merges only have to cover the words of the task.
+    Its merges only have to cover the words of the task, those in ``text``.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -273,10 +279,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    text = (
-        f"{prompt_text(1, 2)}\n{write_work(47, 36)}\n"
-        "Wait, let me check.\nThe answer is 1692.\nsystem\nuser\nassistant\n"
-    )
     trainer = trainers.BpeTrainer(
         vocab_size=1_000,  # above what the merges of this text can reach
         min_frequency=1,

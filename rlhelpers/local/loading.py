@@ -22,6 +22,7 @@ from transformers.utils import logging as hf_logging
 
 SMALL = 20_000_000  # parameters
 TINY_POLICY = "local/tiny-arithmetic"
+TINY_GUESSER = "local/tiny-guesser"
 SMOLLM2 = "local/smollm2-135m"
 _DATA = Path(__file__).resolve().parents[2] / "data"
 _HUB_ID = re.compile(r"(?!local/)[\w-][\w.-]*/[\w-][\w.-]*")
@@ -37,6 +38,7 @@ def default_models() -> dict[str, Path]:
     package = Path(found.origin).parent if found and found.origin else Path()
     return {
         TINY_POLICY: _DATA / "tiny-policy",
+        TINY_GUESSER: _DATA / "tiny-guesser",
         SMOLLM2: package / "SmolLM2-135M-Instruct.Q4_1.gguf",
     }
 

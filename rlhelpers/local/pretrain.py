@@ -141,12 +141,14 @@ class PretrainConfig:
 # --- Model -------------------------------------------------------------------
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """Return an untrained Llama of about 1.1 million parameters."""
+def build_model(
+    tokenizer: PreTrainedTokenizerBase, width: int = 144
+) -> LlamaForCausalLM:
+    """Return an untrained Llama; at the default width, of 1.1 million parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=144,
-        intermediate_size=432,
+        hidden_size=width,
+        intermediate_size=3 * width,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
