@@ -176,9 +176,10 @@ def write_turns(turns: list[Turn]) -> Pieces:
     """Replies, and what was said to each but the last."""
     pieces: Pieces = []
     for turn in turns:
+        if pieces:
+            pieces.append(("\n" + user_turn(ANSWERS[said]), False))
         pieces.append((write_reply(turn) + IM_END, True))
-        if turn is not turns[-1] and turn.answer is not None:
-            pieces.append(("\n" + user_turn(ANSWERS[turn.answer]), False))
+        said = turn.answer or ""  # right guesses come last
     return pieces
 
 
