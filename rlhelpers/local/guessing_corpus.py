@@ -175,11 +175,10 @@ def user_turn(text: str) -> str:
 def write_turns(turns: list[Turn]) -> Pieces:
     """Replies, and what was said to each but the last."""
     pieces: Pieces = []
-    for turn in turns:
-        if pieces:
-            pieces.append(("\n" + user_turn(ANSWERS[said]), False))
+    for place, turn in enumerate(turns, start=1):
         pieces.append((write_reply(turn) + IM_END, True))
-        said = turn.answer or ""  # right guesses come last
+        if place < len(turns) and turn.answer is not None:
+            pieces.append(("\n" + user_turn(ANSWERS[turn.answer]), False))
     return pieces
 
 
