@@ -224,6 +224,16 @@ def run_all(page: Any, lab: Lab, name: str) -> None:
     playwright.expect(last).to_have_text(f"[{cells.count()}]:")
 
 
+def answer_dialog(page: Any, dialog: Any) -> None:
+    """Close a dialog; the one that asks for a kernel must not be left without one."""
+    kernels = dialog.locator("select")
+    if kernels.count():
+        kernels.first.select_option(label="Python 3 (ipykernel)")
+        dialog.locator(".jp-mod-accept").click()
+    else:
+        page.keyboard.press("Escape")
+
+
 def press_run_all(page: Any, prompts: Any) -> None:
     """Choose Run All; a page that is settling can lose the click, or ask something."""
     asked: list[str] = []
@@ -231,7 +241,7 @@ def press_run_all(page: Any, prompts: Any) -> None:
         dialog = page.locator(".jp-Dialog")
         if dialog.count():  # such as of a connection that is slow at first
             asked.append(dialog.first.inner_text())
-            page.keyboard.press("Escape")
+            answer_dialog(page, dialog.first)
         try:
             menu = page.locator(".lm-MenuBar-itemLabel", has_text="Run").first
             menu.click(timeout=10_000)
