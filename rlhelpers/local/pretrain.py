@@ -488,9 +488,14 @@ def evaluate_folder(
     print(f"Temperature 1, mean reward by operand range:\n\n{ranges}")
     if record is not None:
         tables = {"greedy": greedy, "ranges": ranges}
-        parts = ["Written by `python -m rlhelpers.local.pretrain --evaluate --record`."]
-        parts += [f"<!-- {n} -->\n\n{t}\n\n<!-- /{n} -->" for n, t in tables.items()]
-        record.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        write_record(record, "python -m rlhelpers.local.pretrain", tables)
+
+
+def write_record(target: Path, command: str, tables: dict[str, str]) -> None:
+    """Write the tables that a model card quotes, each between marks of its name."""
+    parts = [f"Written by `{command} --evaluate --record`."]
+    parts += [f"<!-- {n} -->\n\n{t}\n\n<!-- /{n} -->" for n, t in tables.items()]
+    target.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 # --- Command line ------------------------------------------------------------

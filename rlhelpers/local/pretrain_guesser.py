@@ -46,6 +46,7 @@ from rlhelpers.local.pretrain import (
     build_optimizers,
     save,
     share_line,
+    write_record,
 )
 
 DEFAULT_OUT = Path("data/tiny-guesser")
@@ -267,12 +268,7 @@ def evaluate_folder(
     for name, text in tables.items():
         print(f"{name.capitalize()}, {count} games:\n\n{text}\n")
     if record is not None:
-        parts = [
-            "Written by `python -m rlhelpers.local.pretrain_guesser --evaluate "
-            "--record`."
-        ]
-        parts += [f"<!-- {n} -->\n\n{t}\n\n<!-- /{n} -->" for n, t in tables.items()]
-        record.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        write_record(record, "python -m rlhelpers.local.pretrain_guesser", tables)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
