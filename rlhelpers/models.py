@@ -102,7 +102,7 @@ class ModelPreset:
     group_size: int = 8
     evaluation_tasks: int = 128
     kl_every: int = 5
-    max_concurrent: int = 256
+    max_concurrent: int = 128
     chat_template_kwargs: Mapping[str, Any] = field(
         default_factory=lambda: MappingProxyType({})
     )

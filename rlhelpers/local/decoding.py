@@ -243,13 +243,20 @@ class Decoder:
         return True
 
     def _tile_for(self, sequence: Sequence) -> _Tile | None:
-        """A tile with a free row that is long enough; a new one if there is none.
+        """A tile with a free row, or a new one if no tile's rows are long enough.
 
-        ``None`` if there is no memory for a new one before others are through.
+        ``None`` if ``sequence`` has to wait for a row, or for the memory of others.
+        Rows that are filled again as they end beat more tiles: a tile's last passes
+        are over the few rows of its longest replies, and such passes are dear.
         """
-        for tile in self._tiles:
-            if tile.free and sequence.longest <= tile.cache.capacity:
+        long_enough = [
+            tile for tile in self._tiles if sequence.longest <= tile.cache.capacity
+        ]
+        for tile in long_enough:
+            if tile.free:
                 return tile
+        if long_enough:
+            return None
         prefix = self._prefix(sequence.prompt)
         capacity = round_up(sequence.longest, CAPACITY_STEP)
         size = prefix.size_of_tile(self._sizes[-1], capacity)
