@@ -83,6 +83,17 @@ def test_greedy_takes_the_most_probable_token_for_certain() -> None:
         assert sampled == 0.0
 
 
+def test_a_greedy_row_is_the_same_in_any_company() -> None:
+    logits = torch.stack([LOGITS, LOGITS.flip(0)])
+    greedy, uniforms = params(temperature=0.0), torch.tensor([0.1, 0.9]).double()
+    among_its_like = draw(logits, [greedy, greedy], uniforms)
+    among_others = draw(logits, [greedy, params()], uniforms)
+    assert among_its_like.tokens == [3, 0]
+    assert among_its_like.sampling_logprobs == [0.0, 0.0]
+    for name in ("tokens", "logprobs", "sampling_logprobs"):
+        assert getattr(among_its_like, name)[0] == getattr(among_others, name)[0]
+
+
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_temperature_raises_probabilities_to_its_inverse(temperature: float) -> None:
     powers = [p ** (1 / temperature) for p in P]

@@ -85,6 +85,9 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Tensor) -> 
         tokens = _inverse_cdf(raw.exp(), uniforms)
         picked = pick(raw, tokens)
         return Drawn(tokens.tolist(), picked, picked)
+    if all(row.greedy for row in params):
+        tokens = raw.argmax(dim=-1)
+        return Drawn(tokens.tolist(), pick(raw, tokens), [0.0] * len(params))
     rows = [_shape(raw[i], row) for i, row in enumerate(params)]
     shaped = torch.stack(rows)
     tokens = _inverse_cdf(shaped.exp(), uniforms)
