@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -158,25 +156,6 @@ def open_session(options: argparse.Namespace) -> Iterator[TrainingSession]:
         ) as session,
     ):
         yield session
-
-
-@contextmanager
-def service_apart() -> Iterator[dict[str, str]]:
-    """A local service in a process of its own; what ``connect`` needs to reach it."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        service = subprocess.Popen(
-            [sys.executable, "-m", "rlhelpers.local", "--state-dir", folder],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        try:
-            assert service.stdout is not None
-            lines = [service.stdout.readline().strip() for _ in range(2)]
-            yield dict(line.split("=", 1) for line in lines)
-        finally:
-            service.terminate()
-            service.wait()
 
 
 def draw_tasks(session: TrainingSession, count: int, seed: int) -> list[Task]:

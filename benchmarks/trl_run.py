@@ -19,7 +19,7 @@ a GPU.
 What is timed is the training call alone, without loading and evaluation. Ours then
 includes SDK, HTTP, HUD, metrics, rollouts on disk and six checkpoints. It runs twice:
 with the service in the same process, as in a notebook, and with the service apart
-(``python -m rlhelpers.local``), where HUD, agents and SDK do not take turns with it.
+(``own_process=True``), where HUD, agents and SDK do not take turns with it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ from side_by_side import (
     Timing,
     print_table,
     ratio,
-    service_apart,
     verdict,
     where,
 )
@@ -139,9 +137,12 @@ async def run_ours(work: Work, seed: int, *, apart: bool) -> SideResult:
     """Train and evaluate through SDK, HTTP and HUD."""
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        service_apart() if apart else nullcontext({}) as service,
         connect(
-            model=work.preset.name, runs_dir=folder, seed=seed, quiet=True, **service
+            model=work.preset.name,
+            runs_dir=folder,
+            seed=seed,
+            own_process=apart,
+            quiet=True,
         ) as session,
     ):
         # Both sides start with the model in memory.

@@ -74,6 +74,9 @@ if TYPE_CHECKING:
 
 #: Held-out prompts that are answered every few steps of training, as in notebook 04.
 WATCHED = 3
+#: Rollouts from which a local run gains more by a service in a process of its own than
+#: the seconds in which that starts.
+LONG_RUN = 1000
 #: A calibration's groups, rollouts in each, and sample texts.
 CALIBRATION = (6, 4, 4)
 
@@ -166,6 +169,7 @@ def _connect(
     forwards: int = 0,
     max_tokens: int,
     checkpoint: str | None = None,
+    own_process: bool = False,
 ) -> TrainingSession:
     """Print the banner, then open the session."""
     _require_one_turn(tasks)
@@ -183,6 +187,7 @@ def _connect(
         max_operand=max(map(max, settings.operands)),
         resume_from=checkpoint,
         task_runtime=tasks.runtime,
+        own_process=own_process,
     )
 
 
@@ -341,6 +346,7 @@ def train_command(settings: Settings, folder: Path | None) -> None:
         forwards=config.kl_rollouts,
         max_tokens=config.max_tokens,
         checkpoint=checkpoint,
+        own_process=(settings.backend == "local" and training.all_rollouts >= LONG_RUN),
     ) as session:
         run_dir = folder or _new_run_dir(session, settings)
         settings.save(run_dir)

@@ -18,6 +18,7 @@ import numpy as np
 from fireworks.training.sdk import Datum
 
 from rlhelpers.datums import check_run, make_scoring_datum, whole_text
+from rlhelpers.refusals import explained
 
 if TYPE_CHECKING:
     from rlhelpers.service import TrainingSession
@@ -90,7 +91,8 @@ async def _base_logprobs(
 ) -> list[np.ndarray]:
     """The frozen base model's log-probabilities of each datum's targets."""
     client = await asyncio.to_thread(session.reference)
-    with session.waits.operation("the base model's pass", polls=True):
+    waiting = session.waits.operation("the base model's pass", polls=True)
+    with waiting, explained(session.preset, training=True):
         future = await client.forward_async(list(datums), "cross_entropy")
         output = await future.result_async()
     return [scored["logprobs"].to_numpy() for scored in output.loss_fn_outputs]

@@ -29,6 +29,8 @@ _REMEDIES = {
     429: "the account's limit of open runs or requests is reached; close other "
     "sessions (`python -m rlhelpers sessions` lists those of this machine), or wait a "
     "few minutes",
+    410: "the session is gone from the service; connect again, and resume from the "
+    "last checkpoint",
     503: "the service is unavailable; nothing is wrong with the parameters, try later",
 }
 _REMEDIES |= {404: _REMEDIES[400], 409: _REMEDIES[429]}
@@ -44,12 +46,24 @@ _UNREACHABLE = (
 
 
 @contextlib.contextmanager
-def explained(preset: ModelPreset, *, sampling: bool = False) -> Iterator[None]:
-    """Say what a refusal of the service means, and what to do about it."""
+def explained(
+    preset: ModelPreset, *, sampling: bool = False, training: bool = False
+) -> Iterator[None]:
+    """Say what a refusal of the service means, and what to do about it.
+
+    Args:
+        preset: The model's preset.
+        sampling: Whether a completion is asked for, which opens nothing.
+        training: Whether it is an operation of a model that is open. Then only that
+            the session is gone is explained: the rest is said by the service itself.
+    """
     try:
         yield
     except Exception as error:
+        error = _answer_behind(error)
         status = _status(error)
+        if training and status != 410:
+            raise
         if status == 0 and _is_connection_error(error):
             raise ServiceRefused(f"{_UNREACHABLE} ({error})") from error
         remedy = _REMEDIES.get(503 if status >= 500 else status)
@@ -85,6 +99,13 @@ def require_known_model(
         except ModelDetailsUnavailableError as error:
             if error.status_code in (400, 401, 404):
                 raise
+
+
+def _answer_behind(error: Exception) -> Exception:
+    """The answer (410) for which the SDK calls a result expired."""
+    expired = type(error).__name__ == "RetryableException"
+    cause = error.__cause__
+    return cause if expired and isinstance(cause, Exception) else error
 
 
 def _status(error: Exception) -> int:

@@ -2,7 +2,8 @@
 
 ``connect()`` is the one switch of the course. Both backends are reached through the
 same Fireworks SDK; only the address differs. The local backend starts our training
-service on loopback inside this process and needs no key and no network.
+service on loopback, inside this process or in one of its own, and needs no key and no
+network.
 
 Example:
     >>> with connect() as session:  # doctest: +SKIP
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
     from hud.eval.task import Task
     from transformers import PreTrainedTokenizerBase
 
-    from rlhelpers.local import LocalService
+    from rlhelpers.local import LocalService, LocalServiceProcess
 
 # Said by the SDK on a path that is right for us, so a reader need not see it.
 _HARMLESS = "base_model is ignored for serverless base-only sampling"
@@ -114,7 +115,7 @@ class TrainingSession:
     updates: int = field(default=0, init=False)
     _open_service: Callable[[], FiretitanServiceClient]
     _open_control_plane: Callable[[], FireworksClient]
-    _local_service: LocalService | None
+    _local_service: LocalService | LocalServiceProcess | None
     _places: Places
     _keep_session: bool
     _notes: SessionNotes | None
@@ -262,7 +263,8 @@ class TrainingSession:
         if not keep_earlier:
             self._close_samplers()
         client = self.training_client
-        with self.waits.operation("a snapshot", polls=True):
+        saving = self.waits.operation("a snapshot", polls=True)
+        with saving, explained(self.preset, training=True):
             saved = client.save_weights_for_sampler(self._unused(name))
             path = saved.result().path
         self._snapshots.add(path)
@@ -325,7 +327,8 @@ class TrainingSession:
         """
         check_label(name)
         client = self.training_client
-        with self.waits.operation("a checkpoint", polls=True):
+        saving = self.waits.operation("a checkpoint", polls=True)
+        with saving, explained(self.preset, training=True):
             saved = client.save_state(self._unused(name)).result()
         return cast("str", saved.path)
 
@@ -609,15 +612,33 @@ def _keep_loopback_direct() -> None:
         os.environ[variable] = ",".join(hosts + missing)
 
 
-def _start_local(preset: ModelPreset, state_dir: Path) -> tuple[LocalService, str, str]:
-    from rlhelpers.local import LocalService
-
+def _start_local(
+    preset: ModelPreset, state_dir: Path, *, own_process: bool
+) -> tuple[LocalService | LocalServiceProcess, str, str]:
+    models = {preset.base_model: preset.tokenizer}
     state_dir.mkdir(parents=True, exist_ok=True)
-    service = LocalService(
-        state_dir=state_dir, models={preset.base_model: preset.tokenizer}
-    )
+    service: LocalService | LocalServiceProcess
+    # One import or the other: this process need not load what another one runs.
+    if own_process:
+        from rlhelpers.local import LocalServiceProcess
+
+        service = LocalServiceProcess(state_dir, models=models)
+    else:
+        from rlhelpers.local import LocalService
+
+        service = LocalService(state_dir, models=models)
     service.start()
     return service, service.base_url, service.api_key
+
+
+def _check_own_process(backend: Backend, base_url: str | None) -> None:
+    """Refuse a process for a service that ``connect`` does not start."""
+    given = "backend='fireworks'" if backend == "fireworks" else f"{base_url=}"
+    if backend == "fireworks" or base_url is not None:
+        raise ValueError(
+            f"own_process=True is about the local service that connect() starts, and "
+            f"{given} means another one: leave one of the two out"
+        )
 
 
 _current: TrainingSession | None = None
@@ -652,6 +673,7 @@ def connect(
     task_runtime: Provider | None = None,
     agent: type[PolicyAgent] = PolicyAgent,
     keep_session: bool = False,
+    own_process: bool = False,
     quiet: bool = False,
 ) -> TrainingSession:
     """Open a training session, local by default.
@@ -660,7 +682,7 @@ def connect(
     before anything is sent.
 
     Args:
-        backend: ``"local"`` (in this process, on loopback) or ``"fireworks"``.
+        backend: ``"local"`` (on this machine, on loopback) or ``"fireworks"``.
         model: A preset's name, a preset of your own, or None for the default.
         runs_dir: Where runs are written; the local service keeps its checkpoints in
             ``runs_dir/service``.
@@ -690,14 +712,19 @@ def connect(
             of several turns, :class:`~rlhelpers.episodes.EpisodeAgent`.
         keep_session: On Fireworks, leave the session open at close, so that its
             sampler checkpoints can still be promoted.
+        own_process: Run the local service in a process of its own and not in threads
+            of this one, where service, SDK, HUD and agents take turns. The same
+            results come sooner in a run of many steps; starting it takes some seconds,
+            and a second interpreter takes memory.
         quiet: Do not print the banner.
 
     Returns:
         The open session.
 
     Raises:
-        ValueError: Unknown backend or model, a limit that is not positive, or prices
-            that are none; nothing was sent.
+        ValueError: Unknown backend or model, a limit that is not positive, prices
+            that are none, or ``own_process`` for a service that this call does not
+            start; nothing was sent.
         PromptTooLong: Prompt and longest reply do not fit the context; nothing was
             sent.
         MissingKey: No key for Fireworks; nothing was sent.
@@ -712,6 +739,8 @@ def connect(
     """
     global _current
     preset = _choose_preset(model, check_backend(backend))
+    if own_process:
+        _check_own_process(preset.backend, base_url)
     if resume_from is not None:
         require_training_checkpoint(resume_from)
     usage = TokenUsage(preset.token_limit if token_limit is None else token_limit)
@@ -758,9 +787,11 @@ def connect(
     on_loopback = own_service or urlsplit(url).hostname in LOOPBACK
     if on_loopback:
         _keep_loopback_direct()
-    service: LocalService | None = None
+    service: LocalService | LocalServiceProcess | None = None
     if own_service:
-        service, url, key = _start_local(preset, folder / "service")
+        service, url, key = _start_local(
+            preset, folder / "service", own_process=own_process
+        )
 
     def open_service() -> FiretitanServiceClient:
         # The address is always explicit: a half-set environment would otherwise send

@@ -51,6 +51,7 @@ from rlhelpers.recording import (
     roll_out,
     verdict_of,
 )
+from rlhelpers.refusals import explained
 from rlhelpers.sampling import (
     PolicySampler,
     RolloutPlan,
@@ -343,7 +344,8 @@ async def _update(
     # the weights and leave no row.
     session.usage.require(config.updates_per_batch * tokens)
     outputs = []
-    with session.waits.operation("the update", polls=True):
+    waiting = session.waits.operation("the update", polls=True)
+    with waiting, explained(session.preset, training=True):
         for _ in range(config.updates_per_batch):
             backward = await client.forward_backward_async(
                 datums, config.loss_fn, config.loss_fn_config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -13,12 +14,14 @@ from .server import LocalService, PortTaken
 
 
 def main() -> int:
-    """Serve until interrupted or terminated; prints where, and with which key.
+    """Serve until told to stop; prints where, and with which key.
 
-    Returns 0 after a signal, 1 if it could not start or stopped by itself.
+    Returns 0 when told to, 1 if it could not start or stopped by itself.
     """
     arguments, models = _read_arguments()
     stop = _stop_on_signals()
+    if arguments.stop_with_stdin:
+        _stop_with_stdin(stop)
     service = LocalService(
         arguments.state_dir,
         models=models,
@@ -27,7 +30,7 @@ def main() -> int:
     )
     try:
         service.start()
-    except PortTaken as error:
+    except (PortTaken, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     try:
@@ -67,6 +70,11 @@ def _read_arguments() -> tuple[argparse.Namespace, dict[str, str]]:
         help="answer the first requests for an endpoint amiss, to try a client on it: "
         "completions=503*3, or retrieve_future=paused_capacity*20",
     )
+    parser.add_argument(
+        "--stop-with-stdin",
+        action="store_true",
+        help="stop when standard input ends, as it does with the program that holds it",
+    )
     arguments = parser.parse_args()
     if not 0 <= arguments.port < 2**16:
         parser.error(f"--port must be from 0 to 65535, got {arguments.port}")
@@ -97,6 +105,19 @@ def _stop_on_signals() -> threading.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     return stop
+
+
+def _stop_with_stdin(stop: threading.Event) -> None:
+    """Set ``stop`` when standard input ends; what is written there is dropped."""
+    descriptor = sys.stdin.fileno()
+
+    def read() -> None:
+        # Not through sys.stdin, whose lock would be held while the interpreter exits.
+        while os.read(descriptor, 4096):
+            pass
+        stop.set()
+
+    threading.Thread(target=read, name="rlhelpers-local-stdin", daemon=True).start()
 
 
 if __name__ == "__main__":
