@@ -1,6 +1,7 @@
 """Rollouts a second as a step grows from 16 to 1,024 of them.
 
     python benchmarks/rollouts_per_second.py          # about six minutes
+    python benchmarks/rollouts_per_second.py --own-process
     python benchmarks/rollouts_per_second.py --quick
 
 A rollout is the whole of it: HUD starts the task, the agent renders the prompt, the SDK
@@ -10,6 +11,9 @@ its own in every round, in groups of 8, at the preset's token limit and temperat
 Every size makes as many rollouts as the largest: 1,024 of them 16 at a time, 64 at a
 time and so on. A single step of 16 has two tasks, and how long their replies are, and
 whether a full garbage collection falls into it, would be left to chance.
+
+The service runs in this process, as in a notebook, or with ``--own-process`` in one of
+its own, whose CPU time is then not counted.
 """
 
 from __future__ import annotations
@@ -74,7 +78,7 @@ async def roll_out(
 
 async def measure(options: argparse.Namespace) -> None:
     """Run the rounds and print the report."""
-    with open_session(options) as session:
+    with open_session(options, own_process=options.own_process) as session:
         sampler = session.base_sampler()
         settings = SamplingSettings(options.max_tokens or session.preset.max_tokens)
         share = max(options.sizes) // GROUP  # tasks of one size in one round
@@ -139,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = base_parser(__doc__, rounds=3)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--max-tokens", type=int, default=None)
+    parser.add_argument("--own-process", action="store_true")
     options = parser.parse_args(arguments)
     if options.quick:
         options.sizes, options.rounds, options.max_tokens = [8, 16], 1, 16

@@ -147,12 +147,18 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def open_session(options: argparse.Namespace) -> Iterator[TrainingSession]:
+def open_session(
+    options: argparse.Namespace, *, own_process: bool = False
+) -> Iterator[TrainingSession]:
     """A session of the local service whose files are thrown away."""
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         connect(
-            model=options.model, runs_dir=folder, seed=options.seed, quiet=True
+            model=options.model,
+            runs_dir=folder,
+            seed=options.seed,
+            own_process=own_process,
+            quiet=True,
         ) as session,
     ):
         yield session
