@@ -281,6 +281,8 @@ def test_a_terminals_ctrl_c_lets_a_long_run_save(tmp_path: Path) -> None:
     """It reaches the whole process group of ``train``; the service is not in it."""
     run_dir = tmp_path / "run"
     flags = "--steps 60 --tasks-per-step 4 --group-size 6 --max-tokens 64"
+    # A shell's background job ignores Ctrl-C, and so would its children.
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         [
             *(sys.executable, "-m", "rlhelpers", "train", *flags.split()),
@@ -293,6 +295,7 @@ def test_a_terminals_ctrl_c_lets_a_long_run_save(tmp_path: Path) -> None:
         text=True,
         start_new_session=True,
     ) as training:
+        signal.signal(signal.SIGINT, ours)
         deadline = threading.Timer(300, training.kill)
         deadline.start()
         while not has_a_row(run_dir) and training.poll() is None:
