@@ -264,8 +264,6 @@ async def test_a_service_that_dies_ends_the_run_with_its_last_words(
         assert len(said) == 1
         assert len(read_metrics(folder / "metrics.jsonl")) == 1
         assert not process_of(session).running
-        started = time.monotonic()
-    assert time.monotonic() - started < 20  # of the SDK's 30 for a silent service
     # What it had saved is there for the next one.
     state = read_resume_state(folder / "resume.json")
     assert state.next_step == 2

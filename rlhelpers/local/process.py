@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 from urllib.parse import urlsplit
 
@@ -184,12 +183,7 @@ class LocalServiceProcess:
     def __enter__(self) -> LocalServiceProcess:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _setting(self, name: str) -> str:

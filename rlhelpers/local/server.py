@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import uvicorn
 
@@ -126,12 +125,7 @@ class LocalService:
     def __enter__(self) -> LocalService:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _wait_until_started(self) -> None:
