@@ -48,6 +48,7 @@ GOAL = 0.10
 SECTIONS: tuple[tuple[str, Any, str], ...] = (
     ("passes while sampling", PreTrainedModel, "__call__"),
     ("passes while sampling", LlamaPass, "__call__"),
+    ("passes while sampling", LlamaPass, "read"),
     ("drawing tokens", decoding, "draw"),
     ("passes of training", PolicyTrainer, "run"),
     ("the Adam step", PolicyTrainer, "optim_step"),

@@ -10,16 +10,17 @@ function, LoRA adapter (rank 8 on every linear layer, alpha 32) and learning rat
 layer differs: ours also trains the output layer, where TRL refuses an adapter.
 Afterwards each answers the same held-out tasks greedily. TRL gets the settings nearest
 to ours: advantages divided by the group's spread, the token-summed loss up to a
-constant (``dr_grpo``), no KL, one update a batch, all 64 rollouts in one batch, Adam
-with our betas, a constant rate, no clipping of the gradient. It also gets what makes it
-fast here: float32 without autocast, no gradient checkpointing, no saving, no log but
+constant (``dr_grpo``), one update a batch, all 64 rollouts in one batch, Adam with our
+betas, a constant rate, no clipping of the gradient. Neither side computes a KL, which
+our default run measures at every fifth step. TRL also gets what makes it fast here: float32 without autocast, no gradient checkpointing, no saving, no log but
 one line a step. It samples with ``generate`` in this process: its faster samplers need
 a GPU.
 
-What is timed is the training call alone, without loading and evaluation. Ours then
-includes SDK, HTTP, HUD, metrics, rollouts on disk and six checkpoints. It runs twice:
-with the service in the same process, as in a notebook, and with the service apart
-(``own_process=True``), where HUD, agents and SDK do not take turns with it.
+What is timed is the training call alone, without loading, attaching the adapter and
+evaluation. Ours then includes SDK, HTTP, HUD, metrics, rollouts on disk and six
+checkpoints. It runs twice: with the service in the same process, as in a notebook, and
+with the service apart (``own_process=True``), where HUD, agents and SDK do not take
+turns with it.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class Work:
             tasks_per_step=options.tasks,
             group_size=options.group,
             max_tokens=options.max_tokens,
+            kl_every=0,
         )
         low, high = preset.operands
         count = config.steps * config.tasks_per_step
@@ -145,8 +147,9 @@ async def run_ours(work: Work, seed: int, *, apart: bool) -> SideResult:
             quiet=True,
         ) as session,
     ):
-        # Both sides start with the model in memory.
+        # Both sides start with the model in memory and an adapter on it.
         await evaluate(session, work.held_out[:1], phase="warm-up")
+        await asyncio.to_thread(session.new_sampler, "warm-up")
         started = time.perf_counter()
         result = await train(session, work.pool, config=work.config, progress=False)
         seconds = time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -210,7 +211,10 @@ def test_the_text_of_a_special_token_is_a_stop_string_too(
 
 
 def test_more_sequences_than_rows(tiny_base: BaseModel) -> None:
-    requests = [(PROMPTS[i % 5], SamplingParams(3 + i % 11, seed=i)) for i in range(23)]
+    # Seeds of which no draw is so close to a boundary that rounding decides it.
+    requests = [
+        (PROMPTS[i % 5], SamplingParams(3 + i % 11, seed=100 + i)) for i in range(23)
+    ]
     completions = complete(decoder(tiny_base, rows=3), requests)
     for request, completion in zip(requests, completions, strict=True):
         assert completion.tokens == reference(tiny_base, *request)[0]
@@ -379,3 +383,34 @@ def complete_as(
     machine.add(snapshot, Sequence(PROMPTS[0], params, done.append, fail))
     finish(machine)
     return done
+
+
+@pytest.mark.parametrize("length", [1, 6])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_spoil_no_later_snapshot(
+    broken: float, length: int, tiny_base: BaseModel
+) -> None:
+    """What they leave in the rows is beyond what a mask can hide."""
+    base = without_end(tiny_base)
+    weight = base.sampling.model.layers[0].self_attn.v_proj.weight
+    plain = weight.detach().clone()
+
+    @torch.no_grad()
+    def load(key: str) -> None:
+        weight.copy_(plain)
+        if key == "broken":
+            weight[0] = broken
+
+    machine = Decoder(base, load, rows=4)
+    done: list[Completion] = []
+    for _ in range(5):  # more than there are rows, and longer than what follows
+        params = SamplingParams(length, seed=0)
+        machine.add("broken", Sequence(PROMPTS[2], params, done.append, fail))
+    finish(machine)
+    assert all(math.isnan(completion.logprobs[0]) for completion in done)
+    for seed in range(5):
+        params = SamplingParams(6, seed=seed)
+        (found,) = complete_as(machine, "good", params)
+        expected, _ = reference(base, PROMPTS[0], params)
+        assert found.tokens == expected
+        assert all(map(math.isfinite, found.logprobs))

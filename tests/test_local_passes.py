@@ -12,6 +12,7 @@ from local_helpers import TINY, byte_tokenizer, write_tiny_model
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
     LlamaConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -21,8 +22,19 @@ from rlhelpers.local import passes
 from rlhelpers.local.adapters import linear_weights, merge_into
 from rlhelpers.local.llama import LlamaPass
 from rlhelpers.local.loading import BaseModel, load_base_model
-from rlhelpers.local.passes import OneTokenPass, model_pass, one_token_pass
-from rlhelpers.local.slots import CAPACITY_STEP, SlotCache, read_prompt, round_up
+from rlhelpers.local.passes import (
+    OneTokenPass,
+    lean_passes,
+    own_passes,
+    sampling_passes,
+)
+from rlhelpers.local.slots import (
+    CAPACITY_STEP,
+    Prefix,
+    SlotCache,
+    read_prompt,
+    round_up,
+)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 259,
@@ -108,6 +120,39 @@ def test_a_lean_pass_knows_how_heads_share_keys(
     assert torch.allclose(found, expected_logits(base, rows), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 2)])
+@pytest.mark.parametrize("length", [1, 2, 33, 530])
+@torch.inference_mode()
+def test_a_lean_prompt_leaves_what_the_models_own_pass_leaves(
+    heads: tuple[int, int], length: int, tmp_path: Path
+) -> None:
+    shape = SHAPE | dict(
+        zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True)
+    )
+    base = of_config(LlamaConfig(**shape, head_dim=12), tmp_path / "heads")
+    prompt = tuple(some_rows((length,))[0])
+    own = read_prompt(base.sampling, prompt)
+    lean = LlamaPass(base.sampling).read(prompt)
+    for name in ("keys", "values"):
+        for found, expected in zip(
+            getattr(lean, name), getattr(own, name), strict=True
+        ):
+            assert found.shape == expected.shape == (1, heads[1], length, 12)
+            assert torch.allclose(found, expected, rtol=0, atol=5e-5)
+    (expected_next,) = expected_logits(base, [list(prompt)])
+    assert torch.allclose(lean.next_logits, expected_next, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("prompt", [(1,), (1, 2, 3)])
+@torch.inference_mode()
+def test_a_kept_prompt_keeps_nothing_else_in_memory(
+    prompt: tuple[int, ...], base: BaseModel
+) -> None:
+    prefix = LlamaPass(base.sampling).read(prompt)
+    for states in (*prefix.keys, *prefix.values):
+        assert states.untyped_storage().nbytes() == states.nbytes
+
+
 def test_positions_go_on_beyond_the_first_table_of_rotations(tmp_path: Path) -> None:
     base = of_config(LlamaConfig(**SHAPE), tmp_path / "long")
     rows = some_rows((530,))
@@ -129,7 +174,7 @@ def test_weights_that_are_merged_later_are_the_ones_that_count(base: BaseModel) 
 
 
 def test_what_is_loaded_for_a_plain_llama_is_the_lean_pass(base: BaseModel) -> None:
-    assert isinstance(one_token_pass(base), LlamaPass)
+    assert isinstance(sampling_passes(base).one_token, LlamaPass)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +202,7 @@ def test_another_kind_of_llama_runs_its_own_pass(
     with pytest.raises(ValueError, match=reason):
         LlamaPass(base.sampling)
     rows = some_rows((6, 3))
-    found = last_logits(base, one_token_pass(base), rows)
+    found = last_logits(base, sampling_passes(base).one_token, rows)
     assert torch.allclose(found, expected_logits(base, rows), rtol=0, atol=2e-5)
 
 
@@ -166,7 +211,7 @@ def test_another_architecture_runs_its_own_pass(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Qwen2ForCausalLM is not LlamaForCausalLM"):
         LlamaPass(base.sampling)
     rows = some_rows((6, 3, 20))
-    found = last_logits(base, one_token_pass(base), rows)
+    found = last_logits(base, sampling_passes(base).one_token, rows)
     assert torch.allclose(found, expected_logits(base, rows), rtol=0, atol=2e-5)
 
 
@@ -181,15 +226,50 @@ def test_a_lean_pass_that_disagrees_is_not_used(
         return logits
 
     monkeypatch.setattr(LlamaPass, "__call__", wrong)
-    assert not isinstance(one_token_pass(base), LlamaPass)
+    assert not isinstance(sampling_passes(base).one_token, LlamaPass)
     monkeypatch.setattr(LlamaPass, "__call__", right)
-    assert isinstance(one_token_pass(base), LlamaPass)
+    assert isinstance(sampling_passes(base).one_token, LlamaPass)
+
+
+@pytest.mark.parametrize("spoilt", ["keys", "values", "next_logits"])
+def test_a_lean_prompt_that_disagrees_is_not_used(
+    spoilt: str, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = LlamaPass.read
+
+    def wrong(self: LlamaPass, prompt: tuple[int, ...]) -> Prefix:
+        prefix = right(self, prompt)
+        changed = getattr(prefix, spoilt)
+        changed = changed if spoilt == "next_logits" else changed[0][0, 0]
+        changed[0] += 0.05
+        return prefix
+
+    monkeypatch.setattr(LlamaPass, "read", wrong)
+    assert not isinstance(sampling_passes(base).one_token, LlamaPass)
+
+
+@pytest.mark.parametrize("context", [4, 12])
+def test_a_very_short_context_is_enough_for_the_trial(
+    context: int, tmp_path: Path
+) -> None:
+    config = GPT2Config(
+        vocab_size=259,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=context,
+        bos_token_id=256,
+        eos_token_id=257,
+    )
+    base = of_config(config, tmp_path / "short")
+    sizes = passes.interchangeable_sizes(base, sampling_passes(base), 32)
+    assert sizes[-1] == 32
 
 
 @pytest.mark.parametrize("lean", [True, False])
 def test_sizes_that_are_called_interchangeable_are(base: BaseModel, lean: bool) -> None:
-    run = LlamaPass(base.sampling) if lean else model_pass(base.sampling)
-    sizes = passes.interchangeable_sizes(base, run, 64)
+    kind = (lean_passes if lean else own_passes)(base.sampling)
+    run, sizes = kind.one_token, passes.interchangeable_sizes(base, kind, 64)
     assert sizes[-1] == 64
     assert sizes[0] >= passes.SMALLEST_PASS
     rows = some_rows((12,) * 64)

@@ -22,11 +22,11 @@ from .loading import BaseModel
 from .passes import (
     OneTokenPass,
     interchangeable_sizes,
-    one_token_pass,
     rows_per_tile,
+    sampling_passes,
 )
 from .sampling import SamplingParams, draw, pick
-from .slots import CAPACITY_STEP, Prefix, SlotCache, read_prompt, round_up
+from .slots import CAPACITY_STEP, Prefix, SlotCache, round_up
 
 FinishReason = Literal["stop", "length"]
 PROMPT_STEP = 128  # positions of a prompt whose log-probabilities are made at a time
@@ -137,9 +137,9 @@ class Decoder:
     ) -> None:
         self.base = base
         self._load = load
-        self._one_token = one_token_pass(base)
+        self._passes = sampling_passes(base)
         self._sizes = interchangeable_sizes(
-            base, self._one_token, rows or rows_per_tile(base)
+            base, self._passes, rows or rows_per_tile(base)
         )
         self._waiting: OrderedDict[str, deque[Sequence]] = OrderedDict()
         self._snapshot: str | None = None
@@ -150,11 +150,6 @@ class Decoder:
     def add(self, snapshot: str, sequence: Sequence) -> None:
         """Queue ``sequence`` to be decoded with the weights of ``snapshot``."""
         self._waiting.setdefault(snapshot, deque()).append(sequence)
-
-    def forget(self, snapshot: str) -> None:
-        """The weights behind ``snapshot`` are gone or changed: load them anew."""
-        if self._snapshot == snapshot:
-            self._snapshot = None
 
     def needs(self, snapshot: str) -> bool:
         """Whether sequences wait for ``snapshot`` to be loaded."""
@@ -177,6 +172,9 @@ class Decoder:
             if tile.active:
                 logits = tile.forward()  # may move rows, so ask for them afterwards
                 self._advance(tile, logits, tile.active)
+        for tile in self._tiles:
+            if not tile.active:  # now, and not when others wait for another snapshot
+                tile.cache.clear()
         # Fresh buffers cost more than a few passes, so one tile is kept.
         self._tiles = [t for t in self._tiles if t.active] or self._tiles[-1:]
 
@@ -208,8 +206,6 @@ class Decoder:
         """Load other weights; if that fails, so do those who wait for them."""
         self._snapshot = None  # until all of it is loaded
         self._prefixes.clear()
-        for tile in self._tiles:
-            tile.cache.clear()
         try:
             self._load(snapshot)
         except Exception as error:
@@ -264,7 +260,7 @@ class Decoder:
             self._tiles = [tile for tile in self._tiles if tile.active]
         if self._tiles and self._size_of_tiles() + size > TILE_BYTES:
             return None
-        tile = _Tile(self._one_token, self._sizes, capacity, prefix)
+        tile = _Tile(self._passes.one_token, self._sizes, capacity, prefix)
         self._tiles.append(tile)
         return tile
 
@@ -340,7 +336,7 @@ class Decoder:
         if prompt in self._prefixes:
             self._prefixes.move_to_end(prompt)
             return self._prefixes[prompt]
-        prefix = read_prompt(self.base.sampling, prompt)
+        prefix = self._passes.prompt(prompt)
         self._prefixes[prompt] = prefix
         self._forget_prefixes()
         return prefix

@@ -84,6 +84,7 @@ class Engine:
         self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()
         self._calls: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._pending: dict[int, tuple[Decoder, Future[Completion]]] = {}
+        self._read: tuple[str, AdapterWeights] | None = None  # the last, by its key
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(
@@ -177,10 +178,13 @@ class Engine:
             torch.set_num_threads(loaded.threads)
 
     def _adapter(self, weights: Weights) -> AdapterWeights | None:
+        """The adapter of ``weights``, read once to be checked and then merged."""
         if weights.checkpoint is None:
             return None
-        checkpoint = self.store.load("sampler", weights.checkpoint, weights.session_id)
-        return checkpoint.weights
+        if self._read is None or self._read[0] != weights.key:
+            found = self.store.load("sampler", weights.checkpoint, weights.session_id)
+            self._read = weights.key, found.weights
+        return self._read[1]
 
     def _register(self, loaded: LoadedModel, weights: Weights) -> None:
         """Know ``weights`` by their key; refuse them at once if they cannot be read."""

@@ -1,9 +1,9 @@
-"""One token for many rows through a Llama model, in few operations.
+"""One token for many rows, or one prompt, through a Llama model in few operations.
 
 The model's own forward pass is written for any length, any attention and any cache; for
 one token a row most of its time goes into Python between small operations, and into
-copies of the cache. This pass does the same arithmetic on the same weights, calls about
-a fifth as many operations, and copies nothing that it only reads.
+copies of the cache. These passes do the same arithmetic on the same weights, call about
+a fifth as many operations, and copy nothing that they only read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
 )
 
-from .slots import SlotCache, SlotLayer
+from .slots import Prefix, SlotCache, SlotLayer
 
 ROPE_STEP = 512  # positions by which the table of rotations grows
 
@@ -82,7 +82,7 @@ def _join(*layers: nn.Linear) -> Tensor:
 
 
 class LlamaPass:
-    """The one-token pass of ``model``, sharing its weights.
+    """The passes that sampling needs of ``model``, sharing its weights.
 
     Raises:
         ValueError: The model is no plain Llama; its own forward pass must be used.
@@ -119,43 +119,74 @@ class LlamaPass:
         Returns:
             Logits, [rows, vocabulary].
         """
-        model = self._model
-        hidden = functional.embedding(tokens, model.model.embed_tokens.weight)
+        hidden = self._embed(tokens)
         cosine, sine = self._rotations(mask.shape[-1])
         cosine, sine = cosine[positions], sine[positions]  # [rows, 1, head dimension]
         for layer, seen in zip(self._layers, cache.slots, strict=True):
-            found = self._attend(
-                layer, layer.before_attention(hidden), cosine, sine, mask, seen
-            )
-            hidden = hidden + functional.linear(found, layer.attention_out)
-            both = functional.linear(layer.before_mlp(hidden), layer.gate_up)
-            gate, up = both.chunk(2, dim=-1)
-            inner = functional.silu(gate) * up
-            hidden = hidden + functional.linear(inner, layer.down)
-        return functional.linear(self._norm(hidden), model.lm_head.weight)
+            turned, values = self._project(layer, hidden, cosine, sine)
+            found = self._attend(turned, values, mask, seen)
+            hidden = _leave(layer, hidden, found)
+        return self._logits(hidden)
 
-    def _attend(
-        self,
-        layer: _Layer,
-        hidden: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        mask: Tensor,
-        seen: SlotLayer,
-    ) -> Tensor:
-        """What every row's query finds, [rows, heads * head dimension]."""
-        rows, heads, key_heads = len(hidden), self._heads, self._key_heads
-        joined = functional.linear(hidden, layer.query_key_value)
-        parts = joined.view(rows, heads + 2 * key_heads, self._width)
+    def read(self, prompt: tuple[int, ...]) -> Prefix:
+        """Run a prompt through the model, alone."""
+        hidden = self._embed(torch.tensor(prompt, device=self._model.device))
+        cosine, sine = self._rotations(len(prompt))
+        # [prompt, 1, head dimension]
+        cosine, sine = (part[: len(prompt), None] for part in (cosine, sine))
+        keys, values = [], []
+        for layer in self._layers:
+            turned, value = self._project(layer, hidden, cosine, sine)
+            # All three are [1, heads, prompt, head dimension] from here on.
+            query = turned[:, : self._heads].transpose(0, 1).unsqueeze(0)
+            keys.append(_kept(turned[:, self._heads :]))
+            values.append(_kept(value))
+            found = functional.scaled_dot_product_attention(
+                query,
+                keys[-1],
+                values[-1],
+                is_causal=True,
+                enable_gqa=self._heads != self._key_heads,
+            )
+            found = found[0].transpose(0, 1).reshape(len(prompt), -1)
+            if layer is self._layers[-1]:  # from here on the last token alone counts
+                hidden, found = hidden[-1:], found[-1:]
+            hidden = _leave(layer, hidden, found)
+        return Prefix(keys, values, next_logits=self._logits(hidden)[0])
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return functional.embedding(tokens, self._model.model.embed_tokens.weight)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return functional.linear(self._norm(hidden), self._model.lm_head.weight)
+
+    def _project(
+        self, layer: _Layer, hidden: Tensor, cosine: Tensor, sine: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys, turned by their positions, one after the other; values.
+
+        [tokens, heads + key heads, head dimension] and [tokens, key heads, head
+        dimension].
+        """
+        heads, key_heads = self._heads, self._key_heads
+        joined = functional.linear(
+            layer.before_attention(hidden), layer.query_key_value
+        )
+        parts = joined.view(len(hidden), heads + 2 * key_heads, self._width)
         turned = parts[:, : heads + key_heads]
         # Each feature of the first half is a pair with one of the second.
         first, second = turned.chunk(2, dim=-1)
         turned = turned * cosine + torch.cat([second, first], dim=-1) * sine
-        keys, values = seen.update(
-            turned[:, heads:].unsqueeze(2), parts[:, heads + key_heads :].unsqueeze(2)
-        )
+        return turned, parts[:, heads + key_heads :]
+
+    def _attend(
+        self, turned: Tensor, values: Tensor, mask: Tensor, seen: SlotLayer
+    ) -> Tensor:
+        """What every row's query finds, [rows, heads * head dimension]."""
+        rows, heads = len(turned), self._heads
+        keys, values = seen.update(turned[:, heads:].unsqueeze(2), values.unsqueeze(2))
         # Heads that share keys are asked together, as if they were several positions.
-        queries = turned[:, :heads].reshape(rows, key_heads, -1, self._width)
+        queries = turned[:, :heads].reshape(rows, self._key_heads, -1, self._width)
         found = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask
         )
@@ -171,6 +202,20 @@ class LlamaPass:
             self._cosine, self._sine = cosine[0], sine[0].clone()
             self._sine[:, : self._width // 2].neg_()
         return self._cosine, self._sine
+
+
+def _leave(layer: _Layer, hidden: Tensor, found: Tensor) -> Tensor:
+    """What leaves ``layer``, given what its attention found."""
+    hidden = hidden + functional.linear(found, layer.attention_out)
+    both = functional.linear(layer.before_mlp(hidden), layer.gate_up)
+    gate, up = both.chunk(2, dim=-1)
+    return hidden + functional.linear(functional.silu(gate) * up, layer.down)
+
+
+def _kept(states: Tensor) -> Tensor:
+    """A copy of [tokens, heads, width] as [1, heads, tokens, width]."""
+    turned = states.transpose(0, 1).unsqueeze(0)
+    return turned.clone(memory_format=torch.contiguous_format)
 
 
 def _unlike(model: PreTrainedModel) -> str | None:

@@ -1,4 +1,4 @@
-"""Which forward pass decodes a model's tokens, and on how many rows.
+"""Which forward passes sample from a model, and on how many rows.
 
 Everything here is asked of the model and the machine by a trial when the model is
 loaded, and stays the same from then on: float32 results may change in the last digits
@@ -8,6 +8,8 @@ with the pass or the shape of a batch, and one changed digit can change a sample
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,11 +17,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .llama import LlamaPass
 from .loading import BaseModel
-from .slots import CAPACITY_STEP, SlotCache, read_prompt
+from .slots import CAPACITY_STEP, Prefix, SlotCache, read_prompt
 
 SMALLEST_PASS = 16  # rows; below this another kernel is sure to be chosen
 TRIAL_ROWS = 1024  # at most; a row's tokens are the same in any number of rows
-TRIAL_TOKENS = 3  # a row, of which the last one's logits are compared
+TRIAL_PROMPT = 24  # tokens at most, the same ones for every row
+TRIAL_TOKENS = 3  # a row after it, of which the last one's logits are compared
 AGREEMENT = 5e-5  # of log-probabilities, between a lean pass and the model's own,
 AGREEMENT_SHARE = 1e-5  # and of unlikely tokens' this share: float32 has no more
 
@@ -29,9 +32,35 @@ OneTokenPass = Callable[[Tensor, Tensor, Tensor, SlotCache], Tensor]
 vocabulary]."""
 
 
-def model_pass(model: PreTrainedModel) -> OneTokenPass:
-    """The model's own forward pass, of any architecture."""
+@dataclass(frozen=True)
+class SamplingPasses:
+    """How a model is run for sampling.
 
+    Attributes:
+        one_token: Feeds one token a row.
+        prompt: Runs one prompt, given as token ids.
+    """
+
+    one_token: OneTokenPass
+    prompt: Callable[[tuple[int, ...]], Prefix]
+
+
+def own_passes(model: PreTrainedModel) -> SamplingPasses:
+    """The model's own forward pass, of any architecture."""
+    return SamplingPasses(_model_pass(model), partial(read_prompt, model))
+
+
+def lean_passes(model: PreTrainedModel) -> SamplingPasses:
+    """The same in fewer operations.
+
+    Raises:
+        ValueError: The model is no plain Llama.
+    """
+    lean = LlamaPass(model)
+    return SamplingPasses(lean, lean.read)
+
+
+def _model_pass(model: PreTrainedModel) -> OneTokenPass:
     def run(
         tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache
     ) -> Tensor:
@@ -49,11 +78,11 @@ def model_pass(model: PreTrainedModel) -> OneTokenPass:
 
 
 @torch.inference_mode()
-def one_token_pass(base: BaseModel) -> OneTokenPass:
-    """The lean pass for a plain Llama, if it agrees with the model's own; else that."""
-    own = model_pass(base.sampling)
+def sampling_passes(base: BaseModel) -> SamplingPasses:
+    """The lean passes for a plain Llama, if they agree with the model's own."""
+    own = own_passes(base.sampling)
     try:
-        lean = LlamaPass(base.sampling)
+        lean = lean_passes(base.sampling)
     except ValueError:
         return own
     expected = _trial(base, own, rows_per_tile(base)).log_softmax(-1)
@@ -73,7 +102,7 @@ def rows_per_tile(base: BaseModel) -> int:
 
 @torch.inference_mode()
 def interchangeable_sizes(
-    base: BaseModel, one_token: OneTokenPass, largest: int
+    base: BaseModel, passes: SamplingPasses, largest: int
 ) -> list[int]:
     """Numbers of rows whose passes agree bit for bit with those of ``largest``.
 
@@ -81,25 +110,33 @@ def interchangeable_sizes(
     digit. Which kernels a shape gets depends on the machine, so it is asked, not
     assumed; where no smaller size agrees, every pass runs on ``largest`` rows.
     """
-    reference = _trial(base, one_token, largest)
+    reference = _trial(base, passes, largest)
     sizes = [largest]
     while sizes[0] % 2 == 0 and sizes[0] > SMALLEST_PASS:
         half = sizes[0] // 2
-        if not torch.equal(_trial(base, one_token, half), reference[:half]):
+        if not torch.equal(_trial(base, passes, half), reference[: half + 1]):
             break
         sizes.insert(0, half)
     return sizes
 
 
-def _trial(base: BaseModel, one_token: OneTokenPass, rows: int) -> Tensor:
-    """Logits of the last of a few tokens, the same ones for a row at any ``rows``."""
+def _trial(base: BaseModel, passes: SamplingPasses, rows: int) -> Tensor:
+    """Logits after a prompt, and of each row that continues it by a few tokens.
+
+    [1 + rows, vocabulary]; a row has the same tokens at any ``rows``.
+    """
     generator = torch.Generator().manual_seed(0)
     shape = (TRIAL_TOKENS, TRIAL_ROWS)
     tokens = torch.randint(base.vocab_size, shape, generator=generator)
     tokens = tokens.to(base.sampling.device)
-    cache = SlotCache(rows, CAPACITY_STEP, read_prompt(base.sampling, (0,)))
+    length = max(min(TRIAL_PROMPT, base.context_length - TRIAL_TOKENS), 1)
+    prompt = torch.randint(base.vocab_size, (length,), generator=generator)
+    prefix = passes.prompt(tuple(prompt.tolist()))
+    cache = SlotCache(rows, CAPACITY_STEP, prefix)
+    for row in range(rows):
+        cache.insert(row, prefix)
     logits = torch.empty(0)
-    for position in range(TRIAL_TOKENS):
-        positions, mask = cache.open([position] * rows)
-        logits = one_token(tokens[position, :rows], positions, mask, cache)
-    return logits
+    for step in range(TRIAL_TOKENS):
+        positions, mask = cache.open([length + step] * rows)
+        logits = passes.one_token(tokens[step, :rows], positions, mask, cache)
+    return torch.cat([prefix.next_logits.unsqueeze(0), logits])

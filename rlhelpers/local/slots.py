@@ -114,6 +114,7 @@ class SlotCache(Cache):
     def __init__(self, n_rows: int, capacity: int, prefix: Prefix) -> None:
         self.n_rows, self.capacity = n_rows, capacity
         self.open_rows, self.open_length = n_rows, 0
+        self._longest = 0  # positions that were written
         self.targets = torch.empty(0, dtype=torch.long)
         self.slots = [SlotLayer(self, keys) for keys in prefix.keys]
         super().__init__(layers=list(self.slots))
@@ -123,6 +124,7 @@ class SlotCache(Cache):
     def insert(self, row: int, prefix: Prefix) -> None:
         """Give ``row`` to a prompt."""
         end = prefix.keys[0].shape[2]
+        self._longest = max(self._longest, end)
         for slot, keys, values in zip(
             self.slots, prefix.keys, prefix.values, strict=True
         ):
@@ -130,10 +132,12 @@ class SlotCache(Cache):
             slot.value_buffer[row, :, :end] = values[0]
 
     def clear(self) -> None:
-        """Forget what rows held before: a masked NaN would still spoil a sum."""
-        for slot in self.slots:
-            slot.key_buffer.zero_()
-            slot.value_buffer.zero_()
+        """Forget what rows held: a masked NaN would still spoil a sum."""
+        if self._longest:
+            for slot in self.slots:
+                slot.key_buffer[:, :, : self._longest] = 0
+                slot.value_buffer[:, :, : self._longest] = 0
+        self._longest = 0
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` positions of one row to another."""
@@ -151,6 +155,7 @@ class SlotCache(Cache):
         """
         self.open_rows = len(positions)
         self.open_length = round_up(max(positions) + 1, LENGTH_STEP)
+        self._longest = max(self._longest, self.open_length)
         where = torch.tensor(positions, device=self.device).unsqueeze(1)
         lines = torch.arange(self.open_rows * self.heads, device=self.device)
         self.targets = (lines.view(-1, self.heads) * self.capacity + where).flatten()
