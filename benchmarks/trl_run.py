@@ -12,9 +12,9 @@ Afterwards each answers the same held-out tasks greedily. TRL gets the settings 
 to ours: advantages divided by the group's spread, the token-summed loss up to a
 constant (``dr_grpo``), one update a batch, all 64 rollouts in one batch, Adam with our
 betas, a constant rate, no clipping of the gradient. Neither side computes a KL, which
-our default run measures at every fifth step. TRL also gets what makes it fast here: float32 without autocast, no gradient checkpointing, no saving, no log but
-one line a step. It samples with ``generate`` in this process: its faster samplers need
-a GPU.
+our default run measures at every fifth step. TRL also gets what makes it fast here:
+float32 without autocast, no gradient checkpointing, no saving, no log but one line a
+step. It samples with ``generate`` in this process: its faster samplers need a GPU.
 
 What is timed is the training call alone, without loading, attaching the adapter and
 evaluation. Ours then includes SDK, HTTP, HUD, metrics, rollouts on disk and six
