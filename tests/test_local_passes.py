@@ -276,3 +276,23 @@ def test_sizes_that_are_called_interchangeable_are(base: BaseModel, lean: bool) 
     whole = last_logits(base, run, rows)
     for size in sizes:
         assert torch.equal(last_logits(base, run, rows[:size]), whole[:size])
+
+
+@torch.inference_mode()
+def test_a_cleared_cache_holds_nothing_of_what_was_written(base: BaseModel) -> None:
+    prefix = read_prompt(base.sampling, tuple(range(20)))
+    cache = SlotCache(4, CAPACITY_STEP, prefix)
+    run = LlamaPass(base.sampling)
+    for use in ("a prompt alone", "tokens alone", "both"):
+        if use != "tokens alone":
+            cache.insert(2, prefix)
+        if use != "a prompt alone":
+            positions, mask = cache.open([25, 0, 20])
+            run(torch.tensor([1, 2, 3]), positions, mask, cache)
+            cache.move(2, 0, 21)
+        buffers = [
+            b for slot in cache.slots for b in (slot.key_buffer, slot.value_buffer)
+        ]
+        assert all(buffer.abs().sum() > 0 for buffer in buffers)
+        cache.clear()
+        assert all(buffer.abs().sum() == 0 for buffer in buffers)

@@ -79,7 +79,7 @@ def _model_pass(model: PreTrainedModel) -> OneTokenPass:
 
 @torch.inference_mode()
 def sampling_passes(base: BaseModel) -> SamplingPasses:
-    """The lean passes for a plain Llama, if they agree with the model's own."""
+    """The lean passes for a Llama with which they agree; else the model's own."""
     own = own_passes(base.sampling)
     try:
         lean = lean_passes(base.sampling)

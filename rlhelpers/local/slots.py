@@ -114,7 +114,7 @@ class SlotCache(Cache):
     def __init__(self, n_rows: int, capacity: int, prefix: Prefix) -> None:
         self.n_rows, self.capacity = n_rows, capacity
         self.open_rows, self.open_length = n_rows, 0
-        self._longest = 0  # positions that were written
+        self._used_rows = self._used_length = 0  # what was written lies within
         self.targets = torch.empty(0, dtype=torch.long)
         self.slots = [SlotLayer(self, keys) for keys in prefix.keys]
         super().__init__(layers=list(self.slots))
@@ -124,7 +124,7 @@ class SlotCache(Cache):
     def insert(self, row: int, prefix: Prefix) -> None:
         """Give ``row`` to a prompt."""
         end = prefix.keys[0].shape[2]
-        self._longest = max(self._longest, end)
+        self._use(row + 1, end)
         for slot, keys, values in zip(
             self.slots, prefix.keys, prefix.values, strict=True
         ):
@@ -133,11 +133,16 @@ class SlotCache(Cache):
 
     def clear(self) -> None:
         """Forget what rows held: a masked NaN would still spoil a sum."""
-        if self._longest:
+        rows, length = self._used_rows, self._used_length
+        if rows:
             for slot in self.slots:
-                slot.key_buffer[:, :, : self._longest] = 0
-                slot.value_buffer[:, :, : self._longest] = 0
-        self._longest = 0
+                slot.key_buffer[:rows, :, :length] = 0
+                slot.value_buffer[:rows, :, :length] = 0
+        self._used_rows = self._used_length = 0
+
+    def _use(self, rows: int, length: int) -> None:
+        self._used_rows = max(self._used_rows, rows)
+        self._used_length = max(self._used_length, length)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` positions of one row to another."""
@@ -155,7 +160,7 @@ class SlotCache(Cache):
         """
         self.open_rows = len(positions)
         self.open_length = round_up(max(positions) + 1, LENGTH_STEP)
-        self._longest = max(self._longest, self.open_length)
+        self._use(self.open_rows, self.open_length)
         where = torch.tensor(positions, device=self.device).unsqueeze(1)
         lines = torch.arange(self.open_rows * self.heads, device=self.device)
         self.targets = (lines.view(-1, self.heads) * self.capacity + where).flatten()
