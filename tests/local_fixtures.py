@@ -52,6 +52,8 @@ def wire(service: LocalService) -> Iterator[Wire]:
     client = Wire(service)
     with client.http:
         yield client
+        for session in client.sessions:  # or their models would fill the service
+            client.end_session(session)
 
 
 @pytest.fixture

@@ -84,6 +84,7 @@ class Wire:
         self.http = httpx.Client(
             headers={"X-API-Key": service.api_key}, trust_env=False, timeout=60
         )
+        self.sessions: list[str] = []  # those that were opened
 
     def post(self, endpoint: str, body: object) -> httpx.Response:
         """POST ``body`` to an endpoint of the training tree."""
@@ -106,7 +107,15 @@ class Wire:
 
     def session(self) -> str:
         """A new session."""
-        return str(self.post("create_session", {"tags": []}).json()["session_id"])
+        answer = self.post("create_session", {"tags": []})
+        self.sessions.append(str(answer.json()["session_id"]))
+        return self.sessions[-1]
+
+    def end_session(self, session_id: str) -> httpx.Response:
+        """Delete a session, with all that belongs to it."""
+        return self.http.delete(
+            f"{self.root}/v1/accounts/local/trainingSessions/{session_id}"
+        )
 
     def model(self, session_id: str, number: int = 0, base_model: str = TINY) -> str:
         """A new LoRA model of rank 4 in ``session_id``."""

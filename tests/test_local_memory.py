@@ -405,8 +405,7 @@ def test_models_come_and_go_without_a_trace(own: LocalService, own_wire: Wire) -
             if number:
                 ticket = own_wire.submit("unload_model", {"model_id": model})
                 own_wire.result(ticket)
-        url = f"{own_wire.root}/v1/accounts/local/trainingSessions/{session}"
-        assert own_wire.http.delete(url).status_code == 200
+        assert own_wire.end_session(session).status_code == 200
 
     round_trip()
     before = tensors()

@@ -74,7 +74,7 @@ def test_it_prints_its_address_and_its_key(shared: Shared) -> None:
         wrong = {"X-API-Key": endpoint.api_key + "x"}
         answer = wire.http.get(f"{wire.root}/v1/accounts", headers=wrong)
         assert answer.status_code == 401
-        wire.http.delete(f"{wire.root}/v1/accounts/local/trainingSessions/{session}")
+        wire.end_session(session)
     assert not shared.sessions
 
 

@@ -590,6 +590,29 @@ def test_a_sampler_damaged_on_disk_fails_alone(
     read(ask(sampler(client, snapshot(policy, "policy-2")), 1))
 
 
+def test_a_sampler_is_checked_whenever_its_weights_return(
+    client: Client, service: LocalService
+) -> None:
+    """Also if no other sampler was read in between."""
+    policy = client.create_lora_training_client(base_model=TINY, rank=4)
+    update(policy)
+    path = snapshot(policy)
+    trained = sampler(client, path)
+    expected = read(ask(trained, 1))
+    base = client.create_sampling_client(
+        base_model=TINY, concurrency_controller=FixedConcurrencyController(8)
+    )
+    assert read(ask(base, 1)) != expected
+    assert read(ask(trained, 1)) == expected
+    read(ask(base, 1))
+    folder = service.state_dir / "sessions" / str(client.training_session_id) / path
+    damaged = folder / "adapter_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-4] + b"abcd")
+    with pytest.raises(httpx.HTTPStatusError) as error:
+        read(ask(trained, 1))
+    assert "damaged: adapter_model.safetensors" in refusal(error)
+
+
 # --- raw HTTP -----------------------------------------------------------------------
 
 
@@ -983,8 +1006,7 @@ def test_telemetry_and_heartbeat_answer(wire: Wire) -> None:
 
 
 def test_deleting_an_unknown_session_is_404(wire: Wire) -> None:
-    url = f"{wire.root}/v1/accounts/local/trainingSessions/ts-{'0' * 32}"
-    assert wire.http.delete(url).status_code == 404
+    assert wire.end_session(f"ts-{'0' * 32}").status_code == 404
 
 
 def test_unloading_waits_for_what_was_submitted(wire: Wire) -> None:
@@ -1017,8 +1039,7 @@ def test_deleting_a_session_fails_what_is_queued_and_nothing_else(wire: Wire) ->
         wire.submit("forward_backward", forward_body(model, n, long))
         for n in range(1, 30)
     ]
-    url = f"{wire.root}/v1/accounts/local/trainingSessions/{session}"
-    assert wire.http.delete(url).status_code == 200
+    assert wire.end_session(session).status_code == 200
     results = [wire.result(ticket) for ticket in tickets]
     ended = [r for r in results if r.get("error") == SESSION_ENDED]
     assert all("loss:sum" in str(r) for r in results if r not in ended)
@@ -1034,8 +1055,7 @@ def test_ending_a_session_while_a_model_unloads(wire: Wire) -> None:
         model = wire.model(session)
         wire.submit("forward_backward", forward_body(model, 1, [1.0] * 50))
         ticket = wire.submit("unload_model", {"model_id": model})
-        url = f"{wire.root}/v1/accounts/local/trainingSessions/{session}"
-        assert wire.http.delete(url).status_code == 200
+        assert wire.end_session(session).status_code == 200
         result = wire.result(ticket)
         assert result.get("error") in (None, SESSION_ENDED)
 

@@ -172,11 +172,11 @@ class Decoder:
             if tile.active:
                 logits = tile.forward()  # may move rows, so ask for them afterwards
                 self._advance(tile, logits, tile.active)
-        for tile in self._tiles:
-            if not tile.active:  # now, and not when others wait for another snapshot
-                tile.cache.clear()
         # Fresh buffers cost more than a few passes, so one tile is kept.
         self._tiles = [t for t in self._tiles if t.active] or self._tiles[-1:]
+        if not self._decoding:  # now, and not when others wait for another snapshot
+            for tile in self._tiles:
+                tile.cache.clear()
 
     def fail_all(self) -> None:
         """Drop every sequence; their callers have been told by other means."""

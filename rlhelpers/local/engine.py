@@ -84,7 +84,7 @@ class Engine:
         self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()
         self._calls: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._pending: dict[int, tuple[Decoder, Future[Completion]]] = {}
-        self._read: tuple[str, AdapterWeights] | None = None  # the last, by its key
+        self._checked: tuple[str, AdapterWeights] | None = None  # not merged yet
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(
@@ -155,6 +155,7 @@ class Engine:
 
             def load(key: str) -> None:
                 adapter = self._adapter(snapshots[key])
+                self._checked = None  # its file may be another the next time
                 merge_into(base.sampling, trainer.base_weights, adapter)
 
             decoder = Decoder(base, load)
@@ -178,13 +179,13 @@ class Engine:
             torch.set_num_threads(loaded.threads)
 
     def _adapter(self, weights: Weights) -> AdapterWeights | None:
-        """The adapter of ``weights``, read once to be checked and then merged."""
+        """The adapter of ``weights``; read once to be checked, and then merged."""
         if weights.checkpoint is None:
             return None
-        if self._read is None or self._read[0] != weights.key:
+        if self._checked is None or self._checked[0] != weights.key:
             found = self.store.load("sampler", weights.checkpoint, weights.session_id)
-            self._read = weights.key, found.weights
-        return self._read[1]
+            self._checked = weights.key, found.weights
+        return self._checked[1]
 
     def _register(self, loaded: LoadedModel, weights: Weights) -> None:
         """Know ``weights`` by their key; refuse them at once if they cannot be read."""
